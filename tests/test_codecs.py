@@ -342,7 +342,7 @@ def test_invented_format(alignment):
 
 @pytest.mark.parametrize("name", ["fp8_ds_mla", "indexer_fp8", "indexer_fp8_ue8m0", "indexer_mxfp4"])
 def test_rounding_to_bf16_cannot_be_optimised_away(name):
-    """XLA drops a cast to bfloat16 and back on a GPU, which moved one e4m3 code in a thousand by one."""
+    """XLA drops a cast to bfloat16 and back on a GPU, which moved some e4m3 codes by one."""
     fmt = formats.format_of("uint8", 512, name)
     rows = jax.ShapeDtypeStruct((4, fmt.num_values), jnp.float32)
     text = str(jax.make_jaxpr(lambda rows: codecs.encode(fmt, rows))(rows))

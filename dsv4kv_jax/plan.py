@@ -19,8 +19,6 @@ MIN_BLOCKS = 2  # the null block and one that a request can own
 MAX_WORKERS = 4096  # of one plan; a mistyped count is refused before anything is made for each worker
 MAX_SLOTS = 2**31  # slots are int32 on the device
 DEFAULT_IN_FLIGHT_TOKENS = 8192
-# A context limit for "the longest that fits" where the caller named none: DeepSeek-V4's own.
-_LONGEST_CONTEXT = 1_048_576
 
 
 @jax.tree_util.register_static
@@ -331,7 +329,7 @@ def _check_capacity(result: KVCachePlan) -> None:
             f"({sum(per_group)} and the null block)"
         )
     if result.num_blocks < needed:
-        limit = result.max_model_len or _LONGEST_CONTEXT
+        limit = result.max_model_len or capacity.LONGEST_CONTEXT
         fits = capacity.longest_request(result.groups, result.num_blocks, result.max_in_flight_tokens, limit)
         required = needed * worker.layout.bytes_per_block
         raise PlanError(

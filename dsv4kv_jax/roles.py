@@ -7,7 +7,6 @@ from dsv4kv_jax.specs import KVCacheSpec
 
 Role = Literal["window", "compressed", "indexer", "state"]
 
-ROLES: tuple[Role, ...] = ("compressed", "indexer", "window", "state")
 # Tokens that a compressor looks back over for one row, by its state's window (C4 groups overlap, so it sees two).
 _RATIO_OF_STATE_WINDOW = {8: 4, 128: 128}
 

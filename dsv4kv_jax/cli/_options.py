@@ -1,6 +1,7 @@
 """What all commands share: sizes, the options that describe a plan, errors in one line."""
 
 import functools
+import inspect
 import pathlib
 import re
 import sys
@@ -103,21 +104,13 @@ def plan_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def wrapper(**kwargs: Any) -> Any:
-        names = [option_name(option) for option in _OPTIONS]
-        values = {name: kwargs.pop(name) for name in names}
+        values = {name: kwargs.pop(name) for name in _PLAN_ARGUMENTS}
         return function(make_plan=functools.partial(_plan_from_options, **values), **kwargs)
 
     result: Callable[..., Any] = wrapper
     for option in reversed(_OPTIONS):
         result = option(result)
     return result
-
-
-def option_name(option: Callable[..., Any]) -> str:
-    """The keyword argument under which click passes an option's value."""
-    probe = click.Command("probe", params=[])
-    option(probe)
-    return str(probe.params[0].name)
 
 
 def _plan_from_options(
@@ -182,3 +175,6 @@ def _plan_from_options(
         )
     stages = arguments.pop("specs")
     return plan_from_specs(stages, sizes, block_size=block_size, model=pathlib.Path(specs).stem, **arguments, **common)
+
+
+_PLAN_ARGUMENTS = tuple(inspect.signature(_plan_from_options).parameters.keys() - {"default_memory"})

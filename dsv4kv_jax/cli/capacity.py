@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from dsv4kv_jax import tables, trace
-from dsv4kv_jax.capacity import Mix, longest_context, mixed_concurrency, whole_requests
+from dsv4kv_jax.capacity import LONGEST_CONTEXT, Mix, longest_context, mixed_concurrency, whole_requests
 from dsv4kv_jax.cli import _options
 from dsv4kv_jax.config import MAX_INT32, ModelConfig
 from dsv4kv_jax.errors import PlanError
@@ -18,8 +18,6 @@ from dsv4kv_jax.holdings import Schedule
 from dsv4kv_jax.optimize import MAX_GROUPS, Optimized, optimize
 from dsv4kv_jax.plan import KVCachePlan
 from dsv4kv_jax.plots import context_lengths, short_tokens
-
-_LONGEST_SHOWN = 1_048_576
 
 
 def parse_tokens(text: str) -> int:
@@ -98,7 +96,7 @@ def command(
     schedule = Schedule.of(
         plan, chunk_tokens=chunk_tokens, steps_in_flight=steps_in_flight, lookahead_tokens=lookahead_tokens
     )
-    longest = min(plan.max_model_len or _LONGEST_SHOWN, _LONGEST_SHOWN)
+    longest = min(plan.max_model_len or LONGEST_CONTEXT, LONGEST_CONTEXT)
     lengths = [parse_tokens(part) for part in context.split(",")] if context is not None else context_lengths(longest)
     config = _options.resolve_model(options["model"]) if options["model"] else None
     if several_pools and not (compatible or free):

@@ -4,6 +4,7 @@ Importing this package initialises no JAX backend and needs neither PyTorch nor 
 """
 
 from dsv4kv_jax.block_pool import BlockPool as BlockPool
+from dsv4kv_jax.cache import COMPILER_OPTIONS as COMPILER_OPTIONS
 from dsv4kv_jax.cache import KVCache as KVCache
 from dsv4kv_jax.config import ModelConfig as ModelConfig
 from dsv4kv_jax.errors import PlanError as PlanError
@@ -22,6 +23,7 @@ from dsv4kv_jax.specs import SlidingWindowMLASpec as SlidingWindowMLASpec
 from dsv4kv_jax.specs import layer_specs as layer_specs
 
 __all__ = [
+    "COMPILER_OPTIONS",
     "BlockPool",
     "KVCache",
     "KVCacheGroup",

@@ -5,6 +5,7 @@ steps lets one go. Thresholds per request say who has work, so the rest costs a 
 """
 
 import dataclasses
+import struct
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dsv4kv_jax.request import Request
+from dsv4kv_jax.specs import cdiv
 
 if TYPE_CHECKING:
     from dsv4kv_jax.manager import KVCacheManager
@@ -63,7 +65,7 @@ def from_single(results: Sequence[tuple[np.ndarray, ...] | None], num_groups: in
 
 
 def allocate(
-    manager: "KVCacheManager", requests: Sequence[Request], num_new_tokens: int | np.ndarray, num_lookahead_tokens: int
+    manager: "KVCacheManager", requests: Sequence[Request], num_new_tokens: np.ndarray, num_lookahead_tokens: int
 ) -> BatchAllocation | None:
     """Allocates for a batch, or returns None, with nothing changed, where it must be done one by one.
 
@@ -71,21 +73,28 @@ def allocate(
     """
     pool, tables, num_groups = manager.pool, manager.tables, len(manager.rules)
     sizes = tables.block_sizes
-    count = len(requests)
-    fields = np.empty((len(_FIELDS), count), np.int64)
-    for field, get in zip(fields, _FIELDS, strict=True):
-        field[:] = np.fromiter(map(get, requests), np.int64, count)
+    int64s = struct.Struct(f"{len(requests)}q")
+    try:  # numpy would take a counter of 1.5 for 1
+        fields = [np.frombuffer(int64s.pack(*map(get, requests)), np.int64) for get in _FIELDS]
+    except (struct.error, TypeError):
+        return None
     rows, computed, in_flight = fields
-    ends = computed + num_new_tokens
-    fewest = num_new_tokens if isinstance(num_new_tokens, int) else num_new_tokens.min()
+    if not num_new_tokens.ndim:
+        new = fewest = most = int(num_new_tokens)
+    else:
+        new, fewest, most = num_new_tokens.astype(np.int64), num_new_tokens.min(), num_new_tokens.max()
     if (
         fewest < 1
-        or num_lookahead_tokens < 0
-        or fields.min() < 0
-        or ends.max() > manager.max_model_len
+        or most > manager.max_model_len
+        or rows.min() < 0
+        or in_flight.min() < 0
         or (computed > tables.holds[rows]).any()
+        or (computed < tables.slid_to[rows]).any()  # which is 0 or more
         or np.bincount(rows).max() > 1
     ):
+        return None
+    ends = computed + new
+    if ends.max() > manager.max_model_len:
         return None
 
     # Windows: which (request, group) lets blocks go, from the oldest entry up to entry `stop`.
@@ -111,7 +120,7 @@ def allocate(
     target = np.minimum(ends + num_lookahead_tokens, manager.max_model_len)
     growing = (target > tables.holds[rows]).nonzero()[0]
     length = tables.length[rows[growing]]
-    needed = -(-target[growing, None] // sizes) - length
+    needed = cdiv(target[growing, None], sizes) - length
     turn, take_group = (needed > 0).nonzero()
     counts = needed[turn, take_group]
     old_length = length[turn, take_group]
@@ -131,7 +140,7 @@ def allocate(
     position = np.arange(total) - (grown - counts - old_length).repeat(counts)
     tables.write_cells(rows[index], tables.column_starts[group] + position, taken)
     tables.length[take_row, take_group] = old_length + counts
-    tables.refresh_slides_at(rows[sliding])
+    tables.note_slide(rows[sliding], settled[sliding])
     tables.refresh_holds(rows[growing])
     manager.blocks.note_new(group, taken)
     if manager.enable_caching:

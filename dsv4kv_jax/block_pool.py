@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from dsv4kv_jax._integers import as_count, as_ids
 from dsv4kv_jax.free_queue import FreeQueue
 from dsv4kv_jax.prefix_cache import CacheEvent, PrefixCache
 
@@ -20,7 +21,7 @@ class BlockPool:
       num_blocks: blocks, the null block included.
       enable_caching: whether freed blocks keep their prefixes.
       ref_counts: int32[num_blocks], holders of each block. Read only.
-      group_of: int16[num_blocks], the group that took the block last. Read only.
+      group_of: int32[num_blocks], the group that took the block last. Read only.
     """
 
     def __init__(
@@ -44,15 +45,14 @@ class BlockPool:
         Raises:
           ValueError: `num_blocks` or `num_groups` below 1.
         """
-        for name, value in (("num_blocks", num_blocks), ("num_groups", num_groups)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+        num_blocks = as_count("num_blocks", num_blocks, at_least=1)
         self.num_blocks = num_blocks
+        self._num_groups = as_count("num_groups", num_groups, at_least=1)
         self.enable_caching = enable_caching
         self.ref_counts = np.zeros(num_blocks, np.int32)
-        self.group_of = np.zeros(num_blocks, np.int16)
+        self.group_of = np.zeros(num_blocks, np.int32)
         self._queue = FreeQueue(num_blocks)
-        self._cache = PrefixCache(self.group_of, num_groups, record_events=record_events)
+        self._cache = PrefixCache(self.group_of, self._num_groups, record_events=record_events)
         self._canary: list[np.ndarray] | None = [] if debug else None
 
     @property
@@ -94,10 +94,21 @@ class BlockPool:
           int32[count] ids, each with one holder.
 
         Raises:
-          ValueError: a negative count, or more blocks than are free; nothing is changed.
+          ValueError: a count that is none, more blocks than are free, or groups that there are not; nothing is changed.
         """
-        if not 0 <= count <= len(self._queue):
+        count = as_count("count", count)
+        if count > len(self._queue):
             raise ValueError(f"cannot take {count} blocks: {len(self._queue)} of {self.num_blocks} blocks are free")
+        groups = np.asarray(group)
+        if groups.dtype.kind not in "iu" or groups.shape not in ((), (count,)) or not self._are_groups(groups):
+            raise ValueError(
+                f"cannot take {count} blocks for group={group!r}: give one of the {self._num_groups} groups, which "
+                f"count from 0, or one for each block"
+            )
+        return self.hand_out(count, groups)
+
+    def hand_out(self, count: int, group: int | np.ndarray) -> np.ndarray:
+        """`take`, for a caller that knows that `count` blocks are free and which groups there are."""
         ids = self._queue.pop(count)
         self._own(ids, group)
         return ids
@@ -187,9 +198,10 @@ class BlockPool:
     def cache_full_blocks(
         self, runs: Sequence[tuple[int, int]], blocks: np.ndarray, keys: Sequence[bytes], ends: np.ndarray
     ) -> None:
-        """Registers full blocks held by the caller: block k holds the prefix `keys[k]` of `ends[k]` tokens.
+        """Registers full blocks: block k holds the prefix `keys[k]` of `ends[k]` tokens.
 
-        A block that holds a shorter prefix (its own partly filled state) loses that key first.
+        For distinct blocks that the caller knows to hold, each taken for the group of its run. A block that holds a
+        shorter prefix (its own partly filled state) loses that key first.
 
         Args:
           runs: (group, number of blocks) of consecutive entries.
@@ -201,7 +213,10 @@ class BlockPool:
         self._cache.add_full_blocks(runs, blocks, keys, ends)
 
     def cache_partial_block(self, group: int, block: int, key: bytes, end: int) -> None:
-        """Registers a held block under a prefix that ends inside it, beside the key of a longer one if it has that."""
+        """Registers a block under a prefix that ends inside it, beside the key of a longer one if it has that.
+
+        The caller knows to hold the block, taken for `group`.
+        """
         if key in self._cache.keys_of(block):
             return
         if 0 < self.covered[block] < end:
@@ -250,15 +265,16 @@ class BlockPool:
         return ids
 
     def _checked(self, block_ids: Sequence[int] | np.ndarray, verb: str) -> np.ndarray:
-        ids = np.asarray(block_ids if len(block_ids) else np.empty(0, np.int32))
-        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(f"cannot {verb} {block_ids!r}: block ids must be a list of integers")
+        ids = as_ids(verb, block_ids)
         if (bad := (ids <= NULL_BLOCK) | (ids >= self.num_blocks)).any():
             raise ValueError(
                 f"cannot {verb} block {ids[bad][0]}: ids of owned blocks are 1 to {self.num_blocks - 1}, and block "
                 f"{NULL_BLOCK} is the null block, which nobody owns"
             )
         return ids
+
+    def _are_groups(self, groups: np.ndarray) -> bool:
+        return not groups.size or (groups.min() >= 0 and groups.max() < self._num_groups)
 
     def _own(self, ids: np.ndarray, group: int | np.ndarray) -> None:
         if (cached := ids[self.covered[ids] > 0]).size:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dsv4kv_jax._integers import as_count
 from dsv4kv_jax.specs import cdiv
 
 NEVER = np.iinfo(np.int64).max  # a threshold that no token count reaches
@@ -28,6 +29,7 @@ class BlockTables:
         the prefix cache.
       holds: int64[max_requests], tokens for which every group has blocks.
       slides_at: int64[max_requests], settled tokens at which some window next lets go of a block.
+      slid_to: int64[max_requests], settled tokens when the row's windows were last looked at.
       registers_at: int64[max_requests], tokens at which the prefix cache next has work.
     """
 
@@ -57,6 +59,7 @@ class BlockTables:
         self.cached = np.zeros_like(self.first)
         self.holds = np.zeros(max_requests, np.int64)
         self.slides_at = np.full(max_requests, NEVER)
+        self.slid_to = np.zeros(max_requests, np.int64)
         self.registers_at = np.zeros(max_requests, np.int64)
         self.block_sizes = np.array(block_sizes, np.int64)
         # A block leaves the window once its last token does: `first` blocks plus this many settled tokens.
@@ -86,7 +89,7 @@ class BlockTables:
             self.data[row, start + first : start + length] = 0
             self._record(row, start + first, start + length)
         self.first[row] = self.length[row] = self.cached[row] = 0
-        self.holds[row] = self.registers_at[row] = 0
+        self.holds[row] = self.slid_to[row] = self.registers_at[row] = 0
         self.slides_at[row] = NEVER
         heapq.heappush(self._free_rows, row)
 
@@ -134,11 +137,21 @@ class BlockTables:
         """Recomputes `holds` of a row, or of an array of rows, after its tables have grown."""
         self.holds[rows] = functools.reduce(np.minimum, (self.length[rows] * self.block_sizes).T)
 
-    def refresh_slides_at(self, rows: Any) -> None:
-        """Recomputes `slides_at` of a row, or of an array of rows, after its windows have slid."""
+    def note_slide(self, rows: Any, settled: Any) -> None:
+        """Recomputes `slides_at` of a row, or of an array of rows, after its windows have slid to `settled` tokens."""
+        self.slid_to[rows] = settled
         self.slides_at[rows] = functools.reduce(
             np.minimum, (self.first[rows] * self.block_sizes + self.slide_margins).T
         )
+
+    def resumes_at(self, row: int) -> int:
+        """Fewest computed tokens from which a request can go on: a query before sees blocks that a window let go of.
+
+        At most `slid_to`.
+        """
+        first = self.first[row]
+        seen_from = first * self.block_sizes + self.slide_margins - self.block_sizes
+        return int(seen_from.max(where=first > 0, initial=0))
 
     # What the device sees
 
@@ -155,10 +168,13 @@ class BlockTables:
         Args:
           rows: [..., width], from `rows` or `data`.
           max_tokens: keep only the columns of this many tokens, for short batches; static under jit.
+
+        Raises:
+          ValueError: `max_tokens` that is no count.
         """
         tables = []
         for start, size, most in zip(self.starts, self.block_sizes.tolist(), self.max_blocks, strict=False):
-            width = most if max_tokens is None else min(most, cdiv(max_tokens, size))
+            width = most if max_tokens is None else min(most, cdiv(as_count("max_tokens", max_tokens), size))
             tables.append(rows[..., start : start + width])
         return tuple(tables)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import types
 from typing import Any
 
 import jax
@@ -12,6 +13,12 @@ from dsv4kv_jax import leases, storage
 from dsv4kv_jax.errors import PlanError
 from dsv4kv_jax.layout import PackedLayout, PageLayout
 from dsv4kv_jax.plan import MIN_BLOCKS, KVCachePlan
+
+# For `jax.jit(step, donate_argnums=0, compiler_options=COMPILER_OPTIONS)`, on a GPU. When XLA estimates the memory of a
+# program it counts the slab that the kernels update in place several times over. Where that seems not to fit, it
+# computes small results anew for every use ("rematerialization"), at 25 more kernels a layer, to save memory that is
+# not short.
+COMPILER_OPTIONS = types.MappingProxyType({"xla_disable_hlo_passes": "rematerialization"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,17 +57,7 @@ class KVCache:
         Raises:
           PlanError: no such worker, fewer than 2 blocks, or more than the plan has.
         """
-        if isinstance(worker, bool) or not isinstance(worker, int | np.integer) or not 0 <= worker < len(plan.workers):
-            raise PlanError(f"worker={worker!r} does not exist; the plan has {len(plan.workers)}")
-        blocks = plan.num_blocks if num_blocks is None else num_blocks
-        if isinstance(blocks, bool) or not isinstance(blocks, int | np.integer):
-            raise PlanError(f"num_blocks={num_blocks!r} must be an integer")
-        layout = plan.workers[worker].layout
-        if layout.buffers and not MIN_BLOCKS <= blocks <= plan.num_blocks:
-            raise PlanError(
-                f"num_blocks={blocks} must be from {MIN_BLOCKS} (the null block and one to own) to the planned "
-                f"{plan.num_blocks}; plan with more memory for more"
-            )
+        layout, blocks = layout_and_blocks(plan, worker, num_blocks)
         slabs = tuple(jnp.zeros(buffer.shape(blocks), jnp.uint32, device=device) for buffer in layout.buffers)
         return cls(slabs=slabs, layout=layout)
 
@@ -178,6 +175,26 @@ class KVCache:
 
         page = self.page(layer)
         return kernels.gather_rows(self.slabs[page.buffer], page, slots, **options)
+
+
+def layout_and_blocks(plan: KVCachePlan, worker: int, num_blocks: int | None) -> tuple[PackedLayout, int]:
+    """The layout of a worker of `plan`, and how many blocks to allocate where `num_blocks` are asked for.
+
+    Raises:
+      PlanError: see `KVCache.allocate`.
+    """
+    if isinstance(worker, bool) or not isinstance(worker, int | np.integer) or not 0 <= worker < len(plan.workers):
+        raise PlanError(f"worker={worker!r} does not exist; the plan has {len(plan.workers)}")
+    blocks = plan.num_blocks if num_blocks is None else num_blocks
+    if isinstance(blocks, bool) or not isinstance(blocks, int | np.integer):
+        raise PlanError(f"num_blocks={num_blocks!r} must be an integer")
+    layout = plan.workers[worker].layout
+    if layout.buffers and not MIN_BLOCKS <= blocks <= plan.num_blocks:
+        raise PlanError(
+            f"num_blocks={blocks} must be from {MIN_BLOCKS} (the null block and one to own) to the planned "
+            f"{plan.num_blocks}; plan with more memory for more"
+        )
+    return layout, int(blocks)
 
 
 def _flatten(cache: KVCache) -> tuple[tuple[tuple[jax.Array, ...]], PackedLayout]:

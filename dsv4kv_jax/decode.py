@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4kv_jax.attention import Captured
-from dsv4kv_jax.cache import KVCache
+from dsv4kv_jax.cache import COMPILER_OPTIONS, KVCache
 from dsv4kv_jax.errors import PlanError
 from dsv4kv_jax.layout import PackedLayout
 from dsv4kv_jax.model import Model, forward
@@ -142,7 +142,9 @@ def lower_decode(
     return _decode.lower(model, cache, tokens, seq_lens, _as_arrays(block_tables), steps=steps, capture=capture)
 
 
-@functools.partial(jax.jit, static_argnames=("capture",), donate_argnames=("cache",))
+@functools.partial(
+    jax.jit, static_argnames=("capture",), donate_argnames=("cache",), compiler_options=dict(COMPILER_OPTIONS)
+)
 def _prefill(
     model: Model,
     cache: KVCache,
@@ -158,7 +160,9 @@ def _prefill(
     return cache, logits, captured if capture else None
 
 
-@functools.partial(jax.jit, static_argnames=("steps", "capture"), donate_argnames=("cache",))
+@functools.partial(
+    jax.jit, static_argnames=("steps", "capture"), donate_argnames=("cache",), compiler_options=dict(COMPILER_OPTIONS)
+)
 def _decode(
     model: Model,
     cache: KVCache,

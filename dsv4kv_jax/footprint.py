@@ -13,7 +13,7 @@ from dsv4kv_jax.errors import PlanError
 from dsv4kv_jax.groups import KVCacheGroup
 from dsv4kv_jax.holdings import Schedule
 from dsv4kv_jax.roles import role_of, state_ratio
-from dsv4kv_jax.specs import KVCacheSpec
+from dsv4kv_jax.specs import KVCacheSpec, round_up
 
 if TYPE_CHECKING:
     from dsv4kv_jax.plan import KVCachePlan
@@ -96,7 +96,7 @@ def _group_bytes(
     reserved = lengths + schedule.lookahead_tokens
     if schedule.max_model_len is not None:
         reserved = np.minimum(reserved, schedule.max_model_len)
-    end = -(-reserved // group.block_size) * group.block_size
+    end = round_up(reserved, group.block_size)
     start = end - blocks * group.block_size
     sums = {
         "live": np.zeros_like(lengths),
@@ -123,7 +123,7 @@ def _first_read(spec: KVCacheSpec, lengths: np.ndarray) -> np.ndarray:
         return np.zeros_like(lengths)
     ratio = state_ratio(spec)
     # A state is read when the token that completes a compressed row is computed; a window by every token.
-    reader = lengths if ratio is None else -(-(lengths + 1) // ratio) * ratio - 1
+    reader = lengths if ratio is None else round_up(lengths + 1, ratio) - 1
     return np.clip(reader - spec.window + 1, 0, lengths)
 
 

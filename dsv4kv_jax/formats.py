@@ -36,11 +36,20 @@ def numpy_dtype(name: str) -> np.dtype:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Field:
-    """`count` consecutive values of `dtype` (a numpy name) inside a row's section."""
+    """`count` consecutive values of `dtype` (a numpy name) inside a row's section.
+
+    Raises:
+      ValueError: no name, a dtype that no cache row uses, or a count that is no positive integer.
+    """
 
     name: str
     dtype: str
     count: int
+
+    def __post_init__(self) -> None:
+        _check_name("field", self.name)
+        numpy_dtype(self.dtype)
+        _check_count(f"count of field {self.name!r}", self.count)
 
     @property
     def size_bytes(self) -> int:
@@ -53,13 +62,14 @@ class Section:
     """The part of a row that is stored together, and apart from the row's other sections.
 
     Raises:
-      ValueError: the section is not a whole number of 4-byte words.
+      ValueError: no name, no tuple of fields with different names, or not a whole number of 4-byte words.
     """
 
     name: str
     fields: tuple[Field, ...]
 
     def __post_init__(self) -> None:
+        _check_parts("section", self.name, "fields", self.fields, Field)
         if self.row_bytes <= 0 or self.row_bytes % WORD_BYTES:
             raise ValueError(
                 f"section {self.name!r} has {self.row_bytes} bytes a row; it must be a positive multiple of "
@@ -79,12 +89,25 @@ class RowFormat:
     `num_values` is the row's length as its users see it (512 latent values, 128 indexer values, ...), whatever the
     number of bytes. `page_dtype` and `view_width` are the dtype and innermost length of the tensor that PyTorch code
     expects for such a page (vLLM shapes fp8_ds_mla pages `[..., 584]` although no row is 584 contiguous bytes).
+
+    Raises:
+      ValueError: no name, no tuple of sections with different names, no positive number of values, or a page dtype
+        that no cache row uses or of which a row is no whole number.
     """
 
     name: str
     num_values: int
     sections: tuple[Section, ...]
     page_dtype: str = "uint8"
+
+    def __post_init__(self) -> None:
+        _check_parts("format", self.name, "sections", self.sections, Section)
+        _check_count(f"num_values of format {self.name!r}", self.num_values)
+        if self.row_bytes % (item := numpy_dtype(self.page_dtype).itemsize):
+            raise ValueError(
+                f"format {self.name!r} has {self.row_bytes} bytes a row, no whole number of the {item} bytes of "
+                f"page_dtype={self.page_dtype!r}"
+            )
 
     @property
     def row_bytes(self) -> int:
@@ -107,6 +130,25 @@ class RowFormat:
         """
         start = self.section_start(index, num_rows) // WORD_BYTES
         return math.gcd(self.sections[index].row_bytes // WORD_BYTES, start, words_per_slab_row)
+
+
+def _check_name(kind: str, name: object) -> None:
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{kind} name {name!r} must be a string that is not empty")
+
+
+def _check_count(what: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{what} is {value!r}; it must be an integer of at least 1")
+
+
+def _check_parts(kind: str, name: object, what: str, parts: object, part: type[Field] | type[Section]) -> None:
+    _check_name(kind, name)
+    if not isinstance(parts, tuple) or not parts or not all(isinstance(one, part) for one in parts):
+        raise ValueError(f"{kind} {name!r} has {what}={parts!r}; they must be a tuple of at least one {part.__name__}")
+    names = [one.name for one in parts]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{kind} {name!r} has {what} {names}; give them different names")
 
 
 def plain_format(dtype: str, num_values: int, name: str | None = None) -> RowFormat:
@@ -166,8 +208,12 @@ def register_format(fmt: RowFormat) -> RowFormat:
     """Adds `fmt` to the registry, so that a spec with `cache_dtype_str=fmt.name` is stored that way.
 
     Raises:
-      ValueError: another format already has this name.
+      ValueError: no format, another format already has this name, or it is vLLM's for rows that are stored as they are.
     """
+    if not isinstance(fmt, RowFormat):
+        raise ValueError(f"{fmt!r} is no RowFormat")
+    if fmt.name in PLAIN_CACHE_STRINGS or fmt.name in _DTYPES:
+        raise ValueError(f"format name {fmt.name!r} stands for rows that are stored as they are; choose another name")
     known = _REGISTRY.setdefault(fmt.name, fmt)
     if known != fmt:
         raise ValueError(f"format {fmt.name!r} is already registered as {known}; choose another name")

@@ -85,7 +85,7 @@ def group_layers(
       block_size: tokens per block of that single group; by default that of the first full-attention layer.
 
     Raises:
-      PlanError: a draft layer that does not exist.
+      PlanError: a draft layer that does not exist, or layers of different block sizes that the rules put in one group.
     """
     if unknown := [name for name in draft_layers if name not in specs]:
         raise PlanError(f"draft layers {unknown} are not among the {len(specs)} layers")
@@ -177,6 +177,13 @@ def group_block_sizes(
 
 def _group(names: Iterable[str], specs: Mapping[str, KVCacheSpec], *, is_draft: bool = False) -> KVCacheGroup:
     names = tuple(names)
+    sizes = {specs[name].block_size: name for name in reversed(names)}
+    if len(sizes) > 1:
+        examples = ", ".join(f"{size} ({name!r})" for size, name in sorted(sizes.items()))
+        raise PlanError(
+            f"layers of one group have block sizes {examples}, but share one block table: give them one block_size, or "
+            f"put them in different groups by hand"
+        )
     return KVCacheGroup(
         layers=names, specs=tuple(specs[name] for name in names), spec=specs[names[0]], is_draft=is_draft
     )

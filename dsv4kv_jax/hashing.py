@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dsv4kv_jax.request import Request
+from dsv4kv_jax.specs import round_up
 
 DIGEST_BYTES = 16
 SECRET_BYTES = 32
@@ -85,9 +86,9 @@ class PrefixKeys:
         request, block = self._request, self._hash_block_size
         items = [
             # An item counts for every hash block that it touches.
-            (item.item_id, item.start - start, min(-(-(item.start + item.length) // block) * block, end))
+            (item.item_id, item.start - start, min(round_up(item.start + item.length, block), end))
             for item in request.mm_items
-            if item.start < end and start < -(-(item.start + item.length) // block) * block
+            if item.start < end and start < round_up(item.start + item.length, block)
         ]
         salt = request.cache_salt if start == 0 else None
         embeds = None

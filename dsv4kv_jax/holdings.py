@@ -58,6 +58,8 @@ class Schedule:
         check_count("in_flight_tokens", self.in_flight_tokens, 1)
         check_count("steps_in_flight", self.steps_in_flight, 1)
         check_count("lookahead_tokens", self.lookahead_tokens, 0)
+        if self.max_model_len is not None:
+            check_count("max_model_len", self.max_model_len, 1)
         if self.chunk_tokens * self.steps_in_flight > self.in_flight_tokens:
             raise PlanError(
                 f"chunk_tokens={self.chunk_tokens} in each of steps_in_flight={self.steps_in_flight} are more than "
@@ -108,7 +110,7 @@ def held_blocks(
     reserved = computed + new + schedule.lookahead_tokens
     if schedule.max_model_len is not None:
         reserved = np.minimum(reserved, schedule.max_model_len)
-    allocated = -(-reserved // group.block_size)
+    allocated = cdiv(reserved, group.block_size)
     if group.sliding_window is None:
         return allocated
     skipped = np.maximum(computed - unsettled - group.sliding_window + 1, 0)

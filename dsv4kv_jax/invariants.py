@@ -28,7 +28,7 @@ def check_plan(text: str) -> Found:
         return [f"schema_version is {version!r}, not {plan_json.SCHEMA_VERSION}: not a plan that this version reads"]
     try:
         found = _check_figures(data)
-    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError, ArithmeticError) as error:
         return [f"the plan is incomplete: {type(error).__name__} {error}"]
     if not found:
         try:  # the figures are sound; are they the ones that follow from the inputs?

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from dsv4kv_jax import batch_allocation, capacity, manager_arguments, manager_inspection
+from dsv4kv_jax._integers import as_count, as_ids
 from dsv4kv_jax.batch_allocation import BatchAllocation
 from dsv4kv_jax.block_pool import BlockPool
 from dsv4kv_jax.block_tables import BlockTables
@@ -99,6 +100,8 @@ class KVCacheManager:
         Raises:
           ValueError: an argument that is missing or impossible; names it, its value and the remedy.
         """
+        if plan is not None and not isinstance(plan, KVCachePlan):
+            raise ValueError(f"plan is a {type(plan).__name__}; pass a KVCachePlan, or groups by name")
         if plan is not None:
             groups = groups if groups is not None else plan.groups
             num_blocks = num_blocks if num_blocks is not None else plan.num_blocks
@@ -106,19 +109,24 @@ class KVCacheManager:
             max_in_flight_tokens = (
                 max_in_flight_tokens if max_in_flight_tokens is not None else plan.max_in_flight_tokens
             )
+        groups = tuple(groups or ())
         if not groups or num_blocks is None:
             raise ValueError("give a plan, or groups (at least one) and num_blocks")
+        if max_model_len is not None:
+            max_model_len = as_count("max_model_len", max_model_len, at_least=1)
+        if max_in_flight_tokens is None:
+            max_in_flight_tokens = DEFAULT_IN_FLIGHT_TOKENS if max_model_len is None else max_model_len
+        max_in_flight_tokens = as_count("max_in_flight_tokens", max_in_flight_tokens, at_least=1)
+        num_blocks = as_count("num_blocks", num_blocks, at_least=1)
         if max_model_len is None:
-            max_in_flight_tokens = max_in_flight_tokens or DEFAULT_IN_FLIGHT_TOKENS
             longest = capacity.longest_request(groups, num_blocks, max_in_flight_tokens, capacity.LONGEST_CONTEXT)
             max_model_len = max(longest, 1)
-        if max_in_flight_tokens is None:
-            max_in_flight_tokens = max_model_len
+        max_requests = as_count("max_requests", max_requests, at_least=1)
         manager_arguments.check_options(
-            max_model_len=max_model_len,
-            max_in_flight_tokens=max_in_flight_tokens,
-            max_requests=max_requests,
+            groups,
             watermark=watermark,
+            retention_interval=retention_interval,
+            prefix_match_unit=prefix_match_unit,
             hash_secret=hash_secret,
         )
         segment, self.hash_block_size = group_block_sizes(
@@ -166,7 +174,7 @@ class KVCacheManager:
         )
         self.blocks = RequestBlocks(self.pool, self.tables, self.rules, needs_zeroing=needs_zeroing)
         self.queried_tokens = self.hit_tokens = 0
-        self._groups = tuple(groups)
+        self._groups = groups
         self._sets = build_sets(groups, self.rules)
         self._segment = segment
         self._secret = hash_secret if hash_secret is not None else secrets.token_bytes(SECRET_BYTES)
@@ -181,8 +189,10 @@ class KVCacheManager:
         """Makes a request known; every other method needs that. It holds nothing yet.
 
         Raises:
-          ValueError: a prompt longer than `max_model_len`, or a request that another manager knows.
+          ValueError: no request, a prompt longer than `max_model_len`, or a request that another manager knows.
         """
+        if not isinstance(request, Request):
+            raise ValueError(f"{request!r} is no Request")
         if request._manager not in (None, self):
             raise ValueError(f"request {request.request_id!r} belongs to another manager")
         if request.num_tokens > self.max_model_len:
@@ -198,6 +208,7 @@ class KVCacheManager:
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a request of `num_tokens` tokens, alone in the pool, can be computed to its end."""
+        num_tokens = as_count("num_tokens", num_tokens)
         blocks = sum(capacity.blocks_per_request(self._groups, num_tokens, self.max_in_flight_tokens))
         return num_tokens <= self.max_model_len and blocks <= self.pool.num_blocks - 1
 
@@ -257,21 +268,15 @@ class KVCacheManager:
             this request's; nothing is changed.
         """
         row = self._row_of(request)
-        hits = manager_arguments.check_allocation(
-            self,
-            request,
-            num_new_tokens,
-            num_lookahead_tokens,
-            num_external_computed_tokens,
-            reserved_blocks,
-            new_computed_blocks,
+        counts = manager_arguments.plain_counts(
+            request, num_new_tokens, num_lookahead_tokens, num_external_computed_tokens, reserved_blocks
         )
-        external = num_external_computed_tokens
-        local = request.num_computed_tokens + (hits.num_tokens if hits else 0)
-        total = local + external
+        hits = manager_arguments.check_allocation(self, request, counts, new_computed_blocks)
+        num_new_tokens, num_lookahead_tokens, external, reserved_blocks, computed, in_flight = counts
+        total = computed + (hits.num_tokens if hits else 0) + external
         target = min(total + num_new_tokens + num_lookahead_tokens, self.max_model_len)
         watermark = self._watermark_blocks if has_scheduled_reqs and request.status != "running" else 0
-        settled = max(0, total - request.num_in_flight_tokens)
+        settled = max(0, total - in_flight)
         known = min(total + num_new_tokens, request.num_tokens)
         if (
             row != NO_ROW
@@ -319,24 +324,25 @@ class KVCacheManager:
         Raises:
           ValueError: as `allocate_slots`, for any request, or one without blocks or listed twice; nothing is changed.
         """
+        requests = tuple(requests)
+        num_lookahead_tokens = as_count("num_lookahead_tokens", num_lookahead_tokens)
         counts = np.asarray(num_new_tokens)
         if not counts.size:
             counts = counts.astype(np.int64)  # numpy takes an empty list for one of floats
-        if not np.issubdtype(counts.dtype, np.integer) or counts.shape not in ((), (len(requests),)):
+        if counts.dtype.kind not in "iu" or counts.shape not in ((), (len(requests),)):
             raise ValueError(
                 f"num_new_tokens={num_new_tokens!r} must be one integer, or one for each of {len(requests)} requests"
             )
         if len(requests) and self._knows_all(requests):
-            result = batch_allocation.allocate(
-                self, requests, counts if counts.ndim else int(counts), num_lookahead_tokens
-            )
+            result = batch_allocation.allocate(self, requests, counts, num_lookahead_tokens)
             if result is not None:
                 return result
         pairs = list(zip(requests, np.broadcast_to(counts, (len(requests),)).tolist(), strict=True))
         for request, count in pairs:
             if self._row_of(request) == NO_ROW:
                 raise ValueError(f"request {request.request_id!r} holds no blocks yet; start it with allocate_slots")
-            manager_arguments.check_allocation(self, request, count, num_lookahead_tokens)
+            counts = manager_arguments.plain_counts(request, count, num_lookahead_tokens, 0, 0)
+            manager_arguments.check_allocation(self, request, counts)
         if len(set(requests)) < len(requests):
             raise ValueError("a request occurs twice in the batch; list each once")
         single = [self.allocate_slots(r, n, num_lookahead_tokens=num_lookahead_tokens) for r, n in pairs]
@@ -347,7 +353,8 @@ class KVCacheManager:
         total = 0
         for request in requests:
             row, whole = self._row_of(request), min(request.num_tokens, self.max_model_len)
-            total += self.blocks.demand(row, whole, request.num_computed_tokens, None, capped=True)
+            computed, _ = manager_arguments.plain_counts(request)
+            total += self.blocks.demand(row, whole, computed, None, capped=True)
         return total
 
     def remove_skipped_blocks(self, request: Request, settled_tokens: int) -> None:
@@ -361,8 +368,8 @@ class KVCacheManager:
           ValueError: an unknown request, or more settled tokens than it has blocks for; nothing is changed.
         """
         row = self._row_of(request)
-        if settled_tokens < 0 or (row != NO_ROW and settled_tokens > self.tables.holds[row]):
-            most = self.tables.holds[row] if row != NO_ROW else 0
+        settled_tokens = as_count("settled_tokens", settled_tokens)
+        if row != NO_ROW and settled_tokens > (most := self.tables.holds[row]):
             raise ValueError(
                 f"settled_tokens={settled_tokens} of request {request.request_id!r} must lie between 0 and {most}, the "
                 f"tokens it has blocks for"
@@ -377,8 +384,9 @@ class KVCacheManager:
           ValueError: an unknown request, one without blocks, or more tokens than it has or holds; nothing is changed.
         """
         row = self._row_of(request)
+        num_computed_tokens = as_count("num_computed_tokens", num_computed_tokens)
         most = min(request.num_tokens, int(self.tables.holds[row])) if row != NO_ROW else 0
-        if not 0 <= num_computed_tokens <= most or row == NO_ROW:
+        if num_computed_tokens > most or row == NO_ROW:
             raise ValueError(
                 f"cannot register {num_computed_tokens} tokens of request {request.request_id!r}, which holds blocks "
                 f"for {most} of its {request.num_tokens} tokens"
@@ -417,7 +425,7 @@ class KVCacheManager:
         Raises:
           ValueError: blocks that were not popped, or were released already; nothing is changed.
         """
-        self.blocks.return_loans(np.asarray(block_ids)[::-1])
+        self.blocks.return_loans(as_ids("free", block_ids)[::-1])
 
     def preempt(self, request: Request) -> None:
         """Releases a running request and sets its counters back: it starts over later, and may hit its own blocks."""
@@ -447,7 +455,7 @@ class KVCacheManager:
         Raises:
           ValueError: copies that were not pending; nothing is changed.
         """
-        self.blocks.return_loans(np.array(copies, np.int64).reshape(-1))
+        self.blocks.return_loans(as_ids("finish copies of", np.reshape(copies, -1)))
 
     def take_events(self) -> list[CacheEvent]:
         """Cache events since the last call, oldest first; empty unless `record_events`."""
@@ -504,6 +512,7 @@ class KVCacheManager:
             return tuple([] for _ in self.rules)
         tables = [self.tables.table(row, group) for group in range(len(self.rules))]
         if num_tokens is not None:
+            num_tokens = as_count("num_tokens", num_tokens)
             tables = [t[: cdiv(num_tokens, rules.block_size)] for t, rules in zip(tables, self.rules, strict=True)]
         return tuple(table.tolist() for table in tables)
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from dsv4kv_jax import kernels
+from dsv4kv_jax._integers import as_count
 from dsv4kv_jax.kernels import codecs
 from dsv4kv_jax.kernels._arguments import as_int32
 from dsv4kv_jax.kernels.step import StepIndex, step_indices
@@ -82,11 +83,14 @@ class StepMetadata:
         Raises:
           ValueError: wrong dtypes, lengths or sizes, or a number of tables that is not that of the groups.
         """
+        block_tables = tuple(block_tables)
         if len(block_tables) != len(layout.groups):
             raise ValueError(
                 f"{len(block_tables)} block tables for {len(layout.groups)} groups; give one per group, in order"
             )
-        dense_width = dense_width or kernels.c128a_width(max_model_len, max_model_len, compress_ratio=DENSE_RATIO)
+        most = kernels.c128a_width(max_model_len, max_model_len, compress_ratio=DENSE_RATIO)
+        dense_width = most if dense_width is None else as_count("dense_width", dense_width, at_least=1)
+        window = as_count("window", window, at_least=1)
         wanted = _wanted(layout, window, dense_width)
         used = {want.group for want in wanted}
         tables = [table if group in used else None for group, table in enumerate(block_tables)]
@@ -123,22 +127,43 @@ class StepMetadata:
         page = self._page(layer)
         return self._find(page, "dense", page.spec.compress_ratio)
 
-    def picked(self, layer: str | PageLayout, topk: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def picked(
+        self, layer: str | PageLayout, topk: jax.Array, *, implementation: str | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """The compressed rows of this C4A layer that the indexer picked, as `kernels.topk_to_slots` gives them.
 
         Args:
           layer: the layer.
           topk: int32 `[T, k]`, entries counted within each token's request, packed to the left, -1 behind them.
+          implementation: `"xla"`, `"mosaic_gpu"`, or None for the default.
+
+        Raises:
+          ValueError: a layer that reads all rows or none, or a `topk` that does not fit the step.
         """
         page = self._page(layer)
-        rows = page.storage_block_size
-        table = self.block_table(page)
-        return kernels.topk_to_slots(topk, self.token_to_req, table, storage_block_size=rows, valid=self.valid)
+        if not 1 < page.spec.compress_ratio < DENSE_RATIO:
+            raise ValueError(
+                f"layer {page.name!r} has no indexer that picks rows: its compress ratio is {page.spec.compress_ratio}"
+            )
+        return kernels.topk_to_slots(
+            topk,
+            self.token_to_req,
+            self.block_table(page),
+            storage_block_size=page.storage_block_size,
+            valid=self.valid,
+            implementation=implementation,
+        )
 
     def block_table(self, layer: str | PageLayout) -> jax.Array:
-        """The block table of this layer's group, int32 `[R, max_blocks]`."""
-        table = self.block_tables[self._page(layer).group]
-        assert table is not None  # a group that has a layer has slots, so its table was kept
+        """The block table of this layer's group, int32 `[R, max_blocks]`.
+
+        Raises:
+          ValueError: a layer of a group without layers here, or of another cache.
+        """
+        page = self._page(layer)
+        table = self.block_tables[page.group] if 0 <= page.group < len(self.block_tables) else None
+        if table is None:
+            raise ValueError(f"layer {page.name!r} is in group {page.group}, of which no layer is in this cache")
         return table
 
     def _page(self, layer: str | PageLayout) -> PageLayout:

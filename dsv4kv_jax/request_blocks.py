@@ -64,7 +64,7 @@ class RequestBlocks:
             return
         skipped = [rules.num_skipped(settled) // rules.block_size for rules in self._rules]
         lists = [self._tables.skip(row, group, count) for group, count in enumerate(skipped) if count]
-        self._tables.refresh_slides_at(row)
+        self._tables.note_slide(row, settled)
         if lists:
             self._pool.release(*lists)
 
@@ -81,7 +81,7 @@ class RequestBlocks:
                 tables.append(row, group, kept)
                 # A block that the hit ends inside is copied, and registered anew once full.
                 tables.cached[row, group] = max(skipped, hits.num_tokens // rules.block_size)
-        tables.refresh_slides_at(row)
+        tables.note_slide(row, total)
         return row
 
     def take_external(self, row: int, total: int, external: int) -> None:
@@ -113,13 +113,12 @@ class RequestBlocks:
         self._tables.close_row(row)
         return ids
 
-    def return_loans(self, block_ids: Sequence[int] | np.ndarray) -> None:
-        """Gives up holds of steps in flight, in order; nulls are skipped.
+    def return_loans(self, ids: np.ndarray) -> None:
+        """Gives up holds of steps in flight, in order; an integer array, whose nulls are skipped.
 
         Raises:
           ValueError: more holds than there are; nothing is changed.
         """
-        ids = np.asarray(block_ids, np.int64)
         ids = ids[ids != NULL_BLOCK]
         unique, counts = np.unique(ids, return_counts=True)
         outside = len(ids) and (unique[0] < 0 or unique[-1] >= len(self.loans))
@@ -157,7 +156,7 @@ class RequestBlocks:
         for group in partial:
             counts[group] += 1
         groups = np.arange(len(counts)).repeat(counts)
-        ids = self._pool.take(len(groups), groups)
+        ids = self._pool.hand_out(len(groups), groups)
         self.note_new(groups, ids)
         parts, start = [], 0
         for group, count in enumerate(counts):

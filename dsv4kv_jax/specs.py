@@ -8,9 +8,10 @@ import dataclasses
 import functools
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
+import numpy as np
 
 from dsv4kv_jax import formats
 from dsv4kv_jax.config import LEGAL_COMPRESS_RATIOS, MAX_INT32, ModelConfig, check_int
@@ -26,12 +27,16 @@ STATE_BLOCK_SIZES = types.MappingProxyType({4: 4, 128: 8})  # compress ratio -> 
 DSPARK_STAGES = 3
 
 
-def cdiv(a: int, b: int) -> int:
+# Also NumPy's integer arrays, by which the manager counts many requests at once.
+_Integers = TypeVar("_Integers", int, np.ndarray)
+
+
+def cdiv(a: _Integers, b: Any) -> _Integers:
     """Ceiling division."""
     return -(-a // b)
 
 
-def round_up(a: int, multiple: int) -> int:
+def round_up(a: _Integers, multiple: Any) -> _Integers:
     """`a` rounded up to a multiple of `multiple`."""
     return cdiv(a, multiple) * multiple
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dsv4kv_jax._pytrees import pytree
 from dsv4kv_jax.compressor import Boundaries
@@ -52,8 +53,7 @@ class Step:
           layout: the cache's.
           rope: tables that reach past every position.
           block_tables: int32 `[R, max_blocks]` per group. Their widths bound what is read: pass no more columns than
-          the
-            longest request needs.
+            the longest request needs.
           query_start_loc: int32 `[R + 1]`.
           seq_lens: int32 `[R]`, this step's tokens included.
           num_tokens: tokens of the step, padding included.
@@ -61,6 +61,7 @@ class Step:
         Raises:
           ValueError: as `StepMetadata.build`.
         """
+        block_tables = tuple(block_tables)
         metadata = StepMetadata.build(
             layout,
             block_tables,
@@ -101,9 +102,11 @@ class Step:
 
 def _dense_width(layout: PackedLayout, block_tables: Sequence[Any]) -> int | None:
     """Columns that hold every C128A entry of the block tables; None where there is no such layer."""
+    # What is no table is left out here, and refused when the metadata are made.
+    columns = [shape[1] if len(shape) == 2 else 0 for shape in map(np.shape, block_tables)]
     entries = [
-        block_tables[page.group].shape[1] * page.storage_block_size
+        columns[page.group] * page.storage_block_size
         for page in layout.pages.values()
-        if page.spec.compress_ratio == DENSE_RATIO
+        if page.spec.compress_ratio == DENSE_RATIO and page.group < len(columns)
     ]
     return max(round_up(max(entries), _WIDTH_ALIGNMENT), _WIDTH_ALIGNMENT) if entries else None

@@ -70,6 +70,19 @@ def current_stream(device: Device) -> Any:
     return _cuda().current_stream(device.local_hardware_id)
 
 
+def chosen_stream(device: Device, stream: Any) -> Any:
+    """`stream`, or where it is None PyTorch's current one on `device`; None on a CPU.
+
+    Raises:
+      ValueError: no stream of PyTorch's, or one for a CPU, which has none.
+    """
+    if stream is None:
+        return current_stream(device)
+    if not is_gpu(device) or not hasattr(stream, "cuda_stream"):
+        raise ValueError(f"stream={stream!r} must be a torch.cuda.Stream, or None on a CPU, which has no streams")
+    return stream
+
+
 @functools.cache
 def _cuda() -> Any:
     torch = require_torch()
@@ -110,11 +123,18 @@ def to_jax(tensor: Any, device: Device, stream: Any) -> jax.Array:
 
 
 def torch_waits_for(arrays: Any, device: Device, stream: Any) -> None:
-    """Makes `stream` (on a CPU: the host) wait for the programs that compute `arrays`, a pytree."""
+    """Makes `stream` (on a CPU: the host) wait for the programs that compute `arrays`, a pytree.
+
+    Raises:
+      ValueError: one of them was donated or deleted.
+    """
+    leaves = jax.tree.leaves(arrays)
+    if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+        raise ValueError("an array to wait for was donated or deleted; pass what the donating function returned")
     if stream is None:
-        jax.block_until_ready(arrays)
+        jax.block_until_ready(leaves)
         return
-    for array in jax.tree.leaves(arrays):
+    for array in leaves:
         if isinstance(array, jax.Array) and array.size and array.devices() == {device}:
             torch_waits_for_array(array, stream)
 

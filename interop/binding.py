@@ -19,7 +19,7 @@ def bind(views: Mapping[str, Any], modules: Mapping[str, Any], *, attribute: str
       The tensors ordered by the layer number in their names, the list that vLLM's runner keeps.
 
     Raises:
-      ValueError: the two do not name the same layers; nothing is set then.
+      ValueError: the two do not name the same layers, or a name has no number; nothing is set then.
     """
     if missing := [name for name in modules if name not in views]:
         raise ValueError(
@@ -31,9 +31,10 @@ def bind(views: Mapping[str, Any], modules: Mapping[str, Any], *, attribute: str
             f"{len(unbound)} views have no module, such as {unbound[:3]}: to leave them out on purpose, pass "
             f"{{name: views[name] for name in modules}}"
         )
+    tensors = [views[name] for name in sorted(views, key=_layer_index)]
     for name, module in modules.items():
         setattr(module, attribute, views[name])
-    return [views[name] for name in sorted(views, key=_layer_index)]
+    return tensors
 
 
 def _layer_index(name: str) -> int:

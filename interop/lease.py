@@ -7,6 +7,9 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
+import numpy as np
+
 from dsv4kv_jax import leases
 from dsv4kv_jax.cache import KVCache
 from dsv4kv_jax.interop import _exchange
@@ -35,6 +38,8 @@ class TensorViews(Mapping[str, Any]):
 
     def __getitem__(self, layer: str) -> Any:
         self._check_open()
+        if layer not in self._described:
+            raise KeyError(f"no layer {layer!r} here; this cache holds {len(self)}, such as {list(self)[:3]}")
         owner, buffer, view = self._described[layer]
         found = self._views.get(owner)
         if found is None:
@@ -59,8 +64,14 @@ class TensorViews(Mapping[str, Any]):
         return self._buffers
 
     def whole_blocks(self, buffer: int = 0) -> Any:
-        """`uint8[num_blocks, block_stride_bytes]` of a buffer at offset 0: all layers and all padding."""
+        """`uint8[num_blocks, block_stride_bytes]` of a buffer at offset 0: all layers and all padding.
+
+        Raises:
+          ValueError: no such buffer.
+        """
         self._check_open()
+        if isinstance(buffer, bool) or not isinstance(buffer, int) or not 0 <= buffer < len(self._buffers):
+            raise ValueError(f"buffer={buffer!r} does not exist; the layout has {len(self._buffers)}")
         if buffer not in self._views:
             self._views[buffer] = self._buffers[buffer].view(self.num_blocks, -1)
         return self._views[buffer]
@@ -71,6 +82,10 @@ class TensorViews(Mapping[str, Any]):
         Freed before, its memory could go to a JAX program that runs while PyTorch still reads.
         """
         self._kept.append(array)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses copying and pickling: PyTorch's references to the memory may be given up once."""
+        raise TypeError(f"a {type(self).__name__} stands for one piece of memory and cannot be copied or pickled")
 
     def _check_open(self) -> None:
         """Raises if the tensors may not be handed out any more."""
@@ -101,6 +116,7 @@ class Lease(TensorViews):
     def __enter__(self) -> "Lease":
         if self._state != "new":
             raise LeaseError("a lease is entered once; call lend(cache) again")
+        check_slabs(self._slabs, self.layout, self.num_blocks)
         devices = {_exchange.only_device(slab, f"slab {i}") for i, slab in enumerate(self._slabs)}
         if len(devices) > 1:
             raise ValueError(f"the cache's slabs are on {len(devices)} devices; one lease is for one device")
@@ -117,8 +133,7 @@ class Lease(TensorViews):
         from torch.multiprocessing.reductions import StorageWeakRef
 
         torch = require_torch()
-        if self._stream is None:
-            self._stream = _exchange.current_stream(device)
+        self._stream = _exchange.chosen_stream(device, self._stream)
         if self._stream is not None:
             _exchange.compute_stream(device)  # waits for the device, once
         _exchange.torch_waits_for(self._after, device, self._stream)
@@ -213,13 +228,24 @@ def lend(cache: KVCache, *, stream: Any = None, after: Any = ()) -> Lease:
         where it writes through a view.
 
     Raises:
-      ValueError: a donated, traced or sharded cache, or a device that PyTorch cannot see.
+      ValueError: a donated, traced or sharded cache, slabs that are not its layout's, a device that PyTorch cannot see,
+        or a stream of another kind.
       LeaseError: the cache is already lent; at the end of the block, it was deleted meanwhile.
     """
     if not isinstance(cache, KVCache):
         raise ValueError(f"lend takes a KVCache, not {type(cache).__name__}")
     require_torch()
     return Lease(cache, stream, after)
+
+
+def check_slabs(slabs: tuple[Any, ...], layout: PackedLayout, num_blocks: int) -> None:
+    """Raises `ValueError` unless `slabs` are the buffers of `layout`: views on anything else would name wrong bytes."""
+    found = [(slab.dtype, slab.shape) if isinstance(slab, jax.Array) else type(slab).__name__ for slab in slabs]
+    if found != [(np.uint32, buffer.shape(num_blocks)) for buffer in layout.buffers]:
+        raise ValueError(
+            f"the cache has slabs {found}; its layout makes them JAX arrays "
+            f"{[f'uint32{list(buffer.shape(num_blocks))}' for buffer in layout.buffers]}"
+        )
 
 
 @functools.lru_cache(maxsize=16)

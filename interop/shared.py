@@ -1,5 +1,6 @@
 """`SharedSlab`: memory that PyTorch holds for good and JAX writes in place, step by step."""
 
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -7,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from dsv4kv_jax.cache import KVCache
+from dsv4kv_jax.cache import KVCache, layout_and_blocks
 from dsv4kv_jax.interop import _exchange
 from dsv4kv_jax.interop._exchange import Device
 from dsv4kv_jax.interop._torch import require_torch
-from dsv4kv_jax.interop.lease import Lease, TensorViews, lend
+from dsv4kv_jax.interop.lease import Lease, TensorViews, check_slabs, lend
 from dsv4kv_jax.layout import PackedLayout
 from dsv4kv_jax.leases import LeaseError
 from dsv4kv_jax.plan import KVCachePlan
@@ -43,6 +44,8 @@ class SharedSlab(TensorViews):
     def __init__(self, tensors: Any, layout: PackedLayout, *, copy_on_cpu: bool = False) -> None:
         torch = require_torch()
         tensors = list(tensors) if isinstance(tensors, list | tuple) else [tensors]
+        if not isinstance(layout, PackedLayout):
+            raise ValueError(f"layout is a {type(layout).__name__}; pass a PackedLayout, such as plan.layout")
         if len(tensors) != len(layout.buffers):
             raise ValueError(f"{len(tensors)} tensors were given, and the layout has {len(layout.buffers)} buffers")
         counts = set()
@@ -52,6 +55,7 @@ class SharedSlab(TensorViews):
         if len(counts) > 1:
             raise ValueError(f"the tensors hold {sorted(counts)} blocks; all buffers of a layout have the same number")
         num_blocks = counts.pop() if counts else 0
+        _check_apart(tensors)
         devices = {tensor.device for tensor in tensors}
         if len(devices) > 1:
             raise ValueError(f"the tensors are on {sorted(map(str, devices))}; a SharedSlab is on one device")
@@ -87,11 +91,11 @@ class SharedSlab(TensorViews):
         """A zeroed cache for one worker of `plan`, allocated by PyTorch on `device`.
 
         Raises:
+          PlanError: as `KVCache.allocate`.
           ValueError: as the class.
         """
         torch = require_torch()
-        layout = plan.workers[worker].layout
-        blocks = plan.num_blocks if num_blocks is None else num_blocks
+        layout, blocks = layout_and_blocks(plan, worker, num_blocks)
         tensors = [
             torch.zeros(buffer.block_stride_bytes * blocks, dtype=torch.uint8, device=device)
             for buffer in layout.buffers
@@ -141,10 +145,11 @@ class SharedSlab(TensorViews):
           LeaseError: the slab is closed.
         """
         self._check_open()
-        stream = self._stream(stream)
+        stream = _exchange.chosen_stream(self._device, stream)
         if stream is None:
             result = self._call(fn, self._imported(None), args, kwargs)
             new, rest = self._checked(result)
+            check_slabs(new.slabs, self.layout, self.num_blocks)
             self._copy_back(new)
         else:
             _exchange.jax_waits_for(self._device, stream)
@@ -171,7 +176,7 @@ class SharedSlab(TensorViews):
           LeaseError: the slab is closed.
         """
         self._check_open()
-        stream = self._stream(stream)
+        stream = _exchange.chosen_stream(self._device, stream)
         _exchange.jax_waits_for(self._device, stream)
         result = self._call(fn, self._imported(stream), args, kwargs)
         _exchange.torch_waits_for(result, self._device, stream)
@@ -190,6 +195,7 @@ class SharedSlab(TensorViews):
             lease.finish(patience_s=10.0)  # JAX drops its last import when the program that used it has ended
 
     def __enter__(self) -> "SharedSlab":
+        self._check_open()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -198,9 +204,6 @@ class SharedSlab(TensorViews):
     def _check_open(self) -> None:
         if self._closed:
             raise LeaseError("this SharedSlab is closed; its memory belongs to nobody here")
-
-    def _stream(self, stream: Any) -> Any:
-        return _exchange.current_stream(self._device) if stream is None else stream
 
     def _imported(self, stream: Any) -> KVCache:
         """The memory as a cache that JAX has not seen before: programs and copies of it wait for `stream`."""
@@ -216,7 +219,8 @@ class SharedSlab(TensorViews):
 
     def _checked(self, result: Any) -> tuple[KVCache, tuple[Any, ...]]:
         """What a step returned: (the cache, the rest)."""
-        new, rest = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
+        self._check_open()
+        new, rest = (result[0], result[1:]) if isinstance(result, tuple) and result else (result, ())
         if not isinstance(new, KVCache) or (new.layout is not self.layout and new.layout != self.layout):
             raise ValueError(
                 f"the step returned {type(new).__name__}; it must return the cache that it was given, after its "
@@ -277,6 +281,14 @@ def _check_tensor(tensor: Any, name: str) -> None:
             f"{name} starts at address {tensor.data_ptr():#x}, which is not a multiple of {ALIGNMENT_BYTES}: XLA would "
             f"copy it. Pass a tensor of its own, not one that starts inside another"
         )
+
+
+def _check_apart(tensors: list[Any]) -> None:
+    """Raises `ValueError` if two tensors share bytes: what one buffer holds would change with another."""
+    spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), i) for i, t in enumerate(tensors))
+    for (_, end, index), (start, _, other) in itertools.pairwise(spans):
+        if start < end and start:
+            raise ValueError(f"tensors[{index}] and tensors[{other}] overlap in memory; give every buffer its own")
 
 
 def _num_blocks(tensor: Any, block_stride_bytes: int, name: str) -> int:

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dsv4kv_jax._integers import as_int32_numpy
 from dsv4kv_jax.interop import _exchange
 from dsv4kv_jax.interop._torch import require_torch
 
@@ -32,13 +33,11 @@ def int32_tensor(name: str, value: Any, *, device: Any = None, stream: Any = Non
                 f"{name} is a JAX array of {value.dtype}; tables and indices are int32: {name}.astype('int32')"
             )
         source = _exchange.only_device(value, name)
-        if stream is None:
-            stream = _exchange.current_stream(source)
-        tensor = _exchange.to_torch(value, source, stream)
+        tensor = _exchange.to_torch(value, source, _exchange.chosen_stream(source, stream))
     elif isinstance(value, torch.Tensor):
         tensor = _narrow(name, value)
     else:
-        tensor = _narrow(name, torch.from_numpy(np.array(value, copy=True)))
+        tensor = torch.from_numpy(as_int32_numpy(name, value))
         return tensor if device is None else tensor.to(device)
     if device is not None and tensor.device != torch.device(device):
         raise ValueError(f"{name} is on {tensor.device} and is needed on {device}: {name}.to({str(device)!r})")
@@ -59,8 +58,9 @@ def int32_array(name: str, tensor: Any, *, stream: Any = None) -> jax.Array:
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{name} is a {type(tensor).__name__}; pass a torch tensor")
     device = jax_device(tensor.device)
-    if stream is None:
-        stream = _exchange.current_stream(device)
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name} has layout {tensor.layout}; pass a dense tensor: {name}.to_dense()")
+    stream = _exchange.chosen_stream(device, stream)
     return _exchange.to_jax(_narrow(name, tensor).contiguous(), device, stream)
 
 

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from dsv4kv_jax._integers import as_count, as_ids
 from dsv4kv_jax.cache import KVCache
 from dsv4kv_jax.groups import KVCacheGroup
 from dsv4kv_jax.interop._torch import require_torch
@@ -39,8 +40,6 @@ def whole_block_view(views: TensorViews, buffer: int = 0) -> Any:
         raise ValueError(
             "a KVCache is JAX's: use `with lend(cache) as views: whole_block_view(views)`, or a SharedSlab"
         )
-    if not 0 <= buffer < len(views.layout.buffers):
-        raise ValueError(f"buffer={buffer} does not exist; the layout has {len(views.layout.buffers)}")
     return views.whole_blocks(buffer)
 
 
@@ -91,6 +90,7 @@ def blocks_from_host(views: TensorViews, block_ids: Sequence[int], host: Any, *,
       ValueError: a block id that is no block of this cache or appears twice, or a `host` of another shape or dtype;
         nothing is written then.
     """
+    require_torch()
     ids = _check_ids(views, block_ids)
     if len(set(ids)) != len(ids):
         raise ValueError(f"block_ids={ids} name a block twice; which bytes it should get is not defined")
@@ -119,10 +119,10 @@ def blocks_to_resume(
     """
     if len(block_tables) != len(groups):
         raise ValueError(f"{len(block_tables)} block tables were given for {len(groups)} groups; pass one row a group")
-    if position < 0:
-        raise ValueError(f"position={position} must be 0 or more: the number of tokens already computed")
+    position = as_count("position", position)
     needed = []
-    for index, (group, table) in enumerate(zip(groups, block_tables, strict=True)):
+    for index, (group, row) in enumerate(zip(groups, block_tables, strict=True)):
+        table = as_ids("resume from", row)
         oldest = 0 if group.sliding_window is None else max(position - group.sliding_window + 1, 0)
         columns = range(oldest // group.block_size, cdiv(position, group.block_size)) if oldest < position else range(0)
         if columns and columns[-1] >= len(table):
@@ -140,7 +140,7 @@ def blocks_to_resume(
 
 
 def _check_ids(views: TensorViews, block_ids: Sequence[int]) -> list[int]:
-    ids = [int(block) for block in block_ids]
+    ids = as_ids("transfer", block_ids).tolist()
     if bad := [block for block in ids if not 0 < block < views.num_blocks]:
         raise ValueError(f"block ids {bad} are not from 1 to {views.num_blocks - 1}; block 0 is the null block")
     return ids

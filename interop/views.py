@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from dsv4kv_jax import formats
+from dsv4kv_jax._integers import as_count
 from dsv4kv_jax.interop._torch import require_torch
 from dsv4kv_jax.layout import PageLayout
 from dsv4kv_jax.specs import KVCacheSpec
@@ -28,12 +29,23 @@ class PageView:
       shape: as the consumer indexes it.
       strides: in elements of `dtype`.
       offset: elements from the start of the buffer.
+
+    Raises:
+      ValueError: negative numbers or no integers, as many strides as there are not dimensions, or an unknown dtype.
     """
 
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int = 0
+
+    def __post_init__(self) -> None:
+        formats.numpy_dtype(self.dtype)
+        for name, values in (("shape", self.shape), ("strides", self.strides), ("offset", (self.offset,))):
+            if any(type(value) is not int or value < 0 for value in values):
+                raise ValueError(f"a view's {name} {values} must be integers of at least 0")
+        if len(self.shape) != len(self.strides):
+            raise ValueError(f"a view of shape {self.shape} needs a stride a dimension, not {self.strides}")
 
     @classmethod
     def of_page(cls, page: PageLayout, num_blocks: int) -> "PageView":
@@ -57,9 +69,12 @@ class PageView:
         """The view as a tensor on `flat`, a compact one-dimensional tensor of bytes or of `dtype`.
 
         Raises:
-          ValueError: the view would pass the end of `flat`.
+          ValueError: another kind of tensor, or a view that would pass its end.
         """
         torch = require_torch()
+        if not isinstance(flat, torch.Tensor) or flat.ndim != 1 or not flat.is_contiguous():
+            found = f"{tuple(flat.shape)}, strides {flat.stride()}" if isinstance(flat, torch.Tensor) else repr(flat)
+            raise ValueError(f"a view lies on a compact one-dimensional tensor, not on {found}: tensor.reshape(-1)")
         dtype, size = getattr(torch, self.dtype), flat.numel() * flat.element_size()
         if self.end_bytes > size:
             raise ValueError(
@@ -99,6 +114,10 @@ def page_view(
       ValueError: the view cannot be expressed by strides; says why.
     """
     check_spec(spec)
+    num_blocks = as_count("num_blocks", num_blocks)
+    offset_bytes = as_count("offset_bytes", offset_bytes)
+    if block_stride_bytes is not None:
+        block_stride_bytes = as_count("block_stride_bytes", block_stride_bytes)
     if form not in ("packed", "padded", "kv_first", "contiguous"):
         raise ValueError(f"form={form!r} must be 'packed', 'padded', 'kv_first' or 'contiguous'")
     if form == "packed" and block_stride_bytes is None:
@@ -129,7 +148,7 @@ def page_view(
     else:
         shape, block_dim = (num_blocks, rows, width), 0
     order = tuple(stride_order) if stride_order is not None else _default_order(len(shape), block_dim)
-    if sorted(order) != list(range(len(shape))):
+    if any(type(dim) is not int for dim in order) or sorted(order) != list(range(len(shape))):
         raise ValueError(f"stride_order={order} must hold each of the dimensions 0 to {len(shape) - 1} once")
     if form != "contiguous" and order[0] != block_dim:
         raise ValueError(
@@ -176,7 +195,12 @@ def _split(
 ) -> tuple[int, int, int]:
     """(blocks, rows a block, bytes between blocks) counted in kernel blocks."""
     refused = f"kernel_block_size={kernel_block_size} cannot divide blocks of {spec.block_size} tokens: "
-    if kernel_block_size < 1 or spec.block_size % kernel_block_size or kernel_block_size % spec.compress_ratio:
+    if (
+        type(kernel_block_size) is not int
+        or kernel_block_size < 1
+        or spec.block_size % kernel_block_size
+        or kernel_block_size % spec.compress_ratio
+    ):
         raise ValueError(
             refused + f"it must divide them and be a multiple of the {spec.compress_ratio} token(s) of one row"
         )

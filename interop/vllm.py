@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from dsv4kv_jax._integers import as_count
 from dsv4kv_jax.groups import KVCacheGroup
 from dsv4kv_jax.interop._torch import require_torch
 from dsv4kv_jax.interop.shared import SharedSlab
@@ -69,8 +70,16 @@ def read_config(
     """
     if isinstance(config, str | bytes):
         config = json.loads(config)
-    shared = dict(shared or {})
-    num_blocks = int(_get(config, "num_blocks"))
+    try:
+        return _read(config, dict(shared or {}), indexer)
+    except (TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise ValueError(
+            f"this KVCacheConfig is not as vLLM 0.27 to 0.33 makes it: {type(error).__name__} {error}"
+        ) from error
+
+
+def _read(config: Any, shared: Mapping[str, str], indexer: str) -> ConfigLayout:
+    num_blocks = as_count("num_blocks", _get(config, "num_blocks"), at_least=1)
     places = dict(_places(_get(config, "kv_cache_tensors"), num_blocks))
     groups = []
     for group in _get(config, "kv_cache_groups"):
@@ -87,6 +96,9 @@ def read_config(
                 is_draft=bool(_get(group, "is_eagle_group", False)),
             )
         )
+    grouped = {name for group in groups for name in group.layers}
+    if ungrouped := sorted(places.keys() - grouped - shared.keys()):
+        raise ValueError(f"layers {ungrouped} have a cache tensor, but are in no group")
     form, first = _form(groups, places)
     layout = PackedLayout.from_groups(groups, form=form, shared=tuple(shared.items()))
     _check_places(layout, places, num_blocks)
@@ -174,18 +186,25 @@ def _get(record: Any, field: str, *default: Any) -> Any:
     return value
 
 
+def _bytes(record: Any, field: str, *default: int) -> int:
+    value = _get(record, field, *default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{field}={value!r} of a {type(record).__name__} must be a number of bytes")
+    return value
+
+
 def _places(tensors: Sequence[Any], num_blocks: int) -> Iterator[tuple[str, _Place]]:
     for index, tensor in enumerate(tensors):
-        size, offset = int(_get(tensor, "size")), int(_get(tensor, "offset", 0))
+        size, offset = _bytes(tensor, "size"), _bytes(tensor, "offset", 0)
         if _get(tensor, "host_resident", False):
             raise ValueError(
                 f"kv_cache_tensors[{index}] is host_resident; only caches on the accelerator are supported"
             )
-        stride = int(_get(tensor, "block_stride", 0))
+        stride = _bytes(tensor, "block_stride", 0)
         layers = _get(tensor, "layers", None)
         if layers is not None:
             for position, name in enumerate(layers):
-                start = offset + position * int(_get(tensor, "layer_stride"))
+                start = offset + position * _bytes(tensor, "layer_stride")
                 yield name, _Place(start=start, block_stride=stride, size=size, tensor=0)
             continue
         for name in _get(tensor, "shared_by"):
@@ -259,11 +278,11 @@ def _spec(spec: Any, indexer: str) -> KVCacheSpec:
             f"a {kind} with alignment=None is not a DeepSeek-V4 cache, whose pages are aligned to 576 or 512 B"
         )
     fields = {
-        "block_size": int(_get(spec, "block_size")),
-        "head_size": int(_get(spec, "head_size")),
+        "block_size": as_count("block_size", _get(spec, "block_size")),
+        "head_size": as_count("head_size", _get(spec, "head_size")),
         "dtype": str(_get(spec, "dtype")).removeprefix("torch."),
-        "alignment": int(alignment),
-        "num_kv_heads": int(_get(spec, "num_kv_heads", 1)),
+        "alignment": as_count("alignment", alignment),
+        "num_kv_heads": as_count("num_kv_heads", _get(spec, "num_kv_heads", 1)),
         "compress_ratio": _get(spec, "compress_ratio", None) or _get(spec, "tokens_per_state", 1),
         "cache_dtype_str": _get(spec, "cache_dtype_str", None),
         "model_version": _get(spec, "model_version", None),
@@ -271,7 +290,7 @@ def _spec(spec: Any, indexer: str) -> KVCacheSpec:
     if indexer == "fp8_ue8m0" and (fields["dtype"], fields["head_size"]) == ("uint8", 132):
         fields["cache_dtype_str"] = "indexer_fp8_ue8m0"
     if kind == "SlidingWindowMLASpec":
-        fields["sliding_window"] = int(_get(spec, "sliding_window"))
+        fields["sliding_window"] = as_count("sliding_window", _get(spec, "sliding_window"))
     ours = _KINDS[kind](**fields)
     theirs = _get(spec, "page_size_bytes", ours.page_size_bytes)
     if theirs != ours.page_size_bytes:

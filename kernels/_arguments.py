@@ -56,6 +56,25 @@ def as_lengths(name: str, value: Any, *, size: int) -> jax.Array:
     return array
 
 
+def as_query_start_loc(value: Any, num_requests: int) -> jax.Array:
+    """`value` as int32[num_requests + 1].
+
+    Raises:
+      ValueError: as `as_lengths`, or host values that decrease. A device array is not looked at: tokens that belong to
+        no request are padding.
+    """
+    array = as_lengths("query_start_loc", value, size=num_requests + 1)
+    if not isinstance(value, jax.Array):
+        (falls,) = np.nonzero(np.diff(np.asarray(value, np.int64)) < 0)
+        if falls.size:
+            request = int(falls[0])
+            raise ValueError(
+                f"query_start_loc falls from {value[request]} to {value[request + 1]} at request {request}; the tokens "
+                f"of a step lie one request after another, so it must not decrease"
+            )
+    return array
+
+
 def check_slab(slab: Any) -> None:
     """Raises `ValueError` unless `slab` is a uint32 array of three dimensions."""
     if not isinstance(slab, jax.Array | np.ndarray) or slab.dtype != jnp.uint32 or slab.ndim != 3:
@@ -77,7 +96,9 @@ def check_page(slab: Any, page: PageLayout) -> None:
 
 
 def check_count(name: str, value: int, *, at_least: int = 0) -> int:
-    """`value` as a Python int of at least `at_least`; raises `ValueError`."""
+    """`value` as a Python int of at least `at_least`, and of int32; raises `ValueError`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < at_least:
         raise ValueError(f"{name}={value!r} must be a Python integer of at least {at_least}")
+    if value > INT32_MAX:
+        raise ValueError(f"{name}={value!r} must be at most {INT32_MAX}; counts and indices are int32")
     return int(value)

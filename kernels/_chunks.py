@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dsv4kv_jax.specs import cdiv
+
 
 def map_chunks(function: Callable[..., Any], arrays: tuple[jax.Array, ...], chunk: int) -> Any:
     """`function(*arrays)`, computed for about `chunk` leading entries at a time.
@@ -21,8 +23,8 @@ def map_chunks(function: Callable[..., Any], arrays: tuple[jax.Array, ...], chun
     size = arrays[0].shape[0]
     if size <= chunk:
         return function(*arrays)
-    num_chunks = -(-size // chunk)
-    chunk = -(-size // num_chunks)
+    num_chunks = cdiv(size, chunk)
+    chunk = cdiv(size, num_chunks)
 
     def split(array: jax.Array) -> jax.Array:
         array = jnp.pad(array, [(0, num_chunks * chunk - size), *[(0, 0)] * (array.ndim - 1)])

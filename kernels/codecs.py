@@ -85,7 +85,8 @@ def codec_of(fmt: RowFormat) -> Codec:
 
 def is_plain(fmt: RowFormat) -> bool:
     """Whether a row is its values as they are, in one dtype."""
-    return len(fmt.sections) == 1 and len(fmt.sections[0].fields) == 1
+    fields = [field for section in fmt.sections for field in section.fields]
+    return len(fields) == 1 and fields[0].count == fmt.num_values
 
 
 def default_dtype(fmt: RowFormat) -> np.dtype:

@@ -10,6 +10,7 @@ from dsv4kv_jax.kernels import mosaic_attention_rows as rows
 from dsv4kv_jax.kernels.mosaic_attention_kernel import HEADS, Tuning, attention_kernel
 from dsv4kv_jax.kernels.mosaic_attention_rows import TILE, Source
 from dsv4kv_jax.layout import PageLayout
+from dsv4kv_jax.specs import cdiv
 
 _MULTIPROCESSORS = 132  # of an H100 or H200; another number costs time only
 _MAX_SPLITS = 32
@@ -70,7 +71,7 @@ def sparse_attention(
     # A list without columns has no address. The kernel never reads this column, for the width that it knows is 0.
     window, compressed = (indices if indices.shape[1] else jnp.full((tokens, 1), -1, jnp.int32) for indices in lists)
     sink = jnp.full((heads,), -jnp.inf, jnp.float32) if sink is None else sink
-    tiles = sum(-(-source.width // TILE) for source in sources)
+    tiles = sum(cdiv(source.width, TILE) for source in sources)
     splits = tuning.splits or num_splits(tokens * (heads + padding) // HEADS, tiles)
     out, lse = attention_kernel(
         jnp.pad(q, ((0, 0), (0, padding), (0, 0))),
@@ -101,8 +102,8 @@ def num_splits(blocks: int, tiles: int) -> int:
     """
 
     def cost(splits: int) -> float:
-        waves = -(-blocks * splits // _MULTIPROCESSORS)
-        return waves * (-(-tiles // splits) + _BLOCK_OVERHEAD) + (_COMBINE_OVERHEAD if splits > 1 else 0)
+        waves = cdiv(blocks * splits, _MULTIPROCESSORS)
+        return waves * (cdiv(tiles, splits) + _BLOCK_OVERHEAD) + (_COMBINE_OVERHEAD if splits > 1 else 0)
 
     return min(range(1, max(min(tiles, _MAX_SPLITS), 1) + 1), key=cost)
 

@@ -17,6 +17,7 @@ from dsv4kv_jax.kernels.mosaic_lanes import iota, lane_load, lane_store, splat
 from dsv4kv_jax.kernels.mosaic_pages import one
 from dsv4kv_jax.kernels.rows import keep_last
 from dsv4kv_jax.layout import PageLayout
+from dsv4kv_jax.specs import cdiv
 
 _CHUNK = 4096  # words of one program
 
@@ -52,7 +53,7 @@ def _copy(slab: jax.Array, src: jax.Array, dst: jax.Array, *, interpreted: bool)
     # A block that one pair reads and another overwrites is set aside first. There hardly ever is one.
     is_overwritten = (source >= 0) & (source[:, None] == target[None, :]).any(axis=1)
     aside, direct = jnp.where(is_overwritten, source, -1), jnp.where(is_overwritten, -1, source)
-    grid = (source.shape[0], -(-num_words // _CHUNK))
+    grid = (source.shape[0], cdiv(num_words, _CHUNK))
     kept = mosaic_lanes.kernel(
         functools.partial(_keep_body, wide=wide),
         name="set_blocks_aside",
@@ -89,7 +90,7 @@ def _zero(
 ) -> jax.Array:
     blocks = jax.new_ref(slab.reshape(slab.shape[0], -1))
     body = functools.partial(_zero_body, count=count, wide=wide)
-    grid = (block_ids.shape[0], -(-count // _CHUNK))
+    grid = (block_ids.shape[0], cdiv(count, _CHUNK))
     mosaic_lanes.kernel(body, name="zero_blocks", out_type=(), grid=grid)(block_ids, first, blocks)
     return blocks[...].reshape(slab.shape)
 

@@ -23,6 +23,7 @@ from dsv4kv_jax.kernels import codecs, floats, mosaic_lanes, mosaic_pages
 from dsv4kv_jax.kernels.mosaic_lanes import iota, lane_load, lane_store, per_row
 from dsv4kv_jax.kernels.mosaic_pages import PER_ROW, ROWS, Rows
 from dsv4kv_jax.layout import PageLayout
+from dsv4kv_jax.specs import cdiv
 
 # Reads a tile of the given shape and layout from element `start` of a section of each row, as values of a dtype; zeros
 # where the row does not exist, or outside of the mask.
@@ -120,7 +121,7 @@ def gather_kernel(where: Rows, dtype: Any, fill: bytes, num_rows: int) -> tuple[
         functools.partial(decoder.body, where=where, fill=pattern),
         name="gather_rows",
         out_type=jax.ShapeDtypeStruct((num_rows, decoder.out_width), decoder.out_dtype),
-        grid=(-(-num_rows // ROWS), decoder.parts),
+        grid=(cdiv(num_rows, ROWS), decoder.parts),
     )
     return kernel, decoder
 
@@ -221,7 +222,7 @@ def _decoder(fmt: RowFormat, dtype: Any) -> Decoder:
     else:
         num_words = fmt.row_bytes // formats.WORD_BYTES
         row = {"out_width": num_words, "out_dtype": words, "dtype": formats.numpy_dtype(fmt.page_dtype)}
-        row["parts"] = -(-num_words // mosaic_pages.WORDS_PER_PART)
+        row["parts"] = cdiv(num_words, mosaic_pages.WORDS_PER_PART)
     return Decoder(body=functools.partial(_by_row, views=views, decode=decode), views=views, **row)
 
 

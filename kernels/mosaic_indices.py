@@ -362,8 +362,9 @@ def _locate(starts: Any, lens: Any, token: Any) -> tuple[jax.Array, jax.Array]:
         ended = ended + (inside & (end <= shifted)).astype(_I32)
     before = jnp.sum(ended, dtype=_I32)
     request = jnp.where(before < num_requests, before, 0)
-    position = lens[0, request] - starts[0, request + 1] + shifted
-    return request, jnp.where((before < num_requests) & (position >= 0), position, -1)
+    length = lens[0, request]
+    position = length - starts[0, request + 1] + shifted
+    return request, jnp.where((before < num_requests) & (position >= 0) & (position < length), position, -1)
 
 
 def _slot(table: Any, request: Any, index: Any, rows: int) -> jax.Array:

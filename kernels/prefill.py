@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv4kv_jax.kernels._arguments import as_int32, as_lengths, check_count
+from dsv4kv_jax.kernels._arguments import as_int32, as_lengths, as_query_start_loc, check_count
 from dsv4kv_jax.kernels._implementation import mosaic_kernel
 from dsv4kv_jax.kernels.indices import INDEX_ALIGNMENT, visible_range
 from dsv4kv_jax.kernels.slots import step_tokens, take
@@ -18,7 +18,7 @@ from dsv4kv_jax.specs import cdiv, round_up
 def gather_lens(query_start_loc: Any, seq_lens: Any, *, window: int = 128) -> jax.Array:
     """Window rows that prefill gathers for each request, int32 `[R]`: its new tokens and those they look back at."""
     seq_lens = as_int32("seq_lens", seq_lens, ndim=1)
-    query_start_loc = as_lengths("query_start_loc", query_start_loc, size=seq_lens.shape[0] + 1)
+    query_start_loc = as_query_start_loc(query_start_loc, seq_lens.shape[0])
     query_lens = query_start_loc[1:] - query_start_loc[:-1]
     return query_lens + jnp.clip(seq_lens - query_lens, 0, window - 1)
 
@@ -125,7 +125,7 @@ def combine_topk_swa(
         check_count(name, count)
     check_count("compress_ratio", compress_ratio, at_least=1)
     seq_lens = as_int32("seq_lens", seq_lens, ndim=1)
-    query_start_loc = as_lengths("query_start_loc", query_start_loc, size=seq_lens.shape[0] + 1)
+    query_start_loc = as_query_start_loc(query_start_loc, seq_lens.shape[0])
     gathered = as_lengths("gather_lens", gather_lens, size=seq_lens.shape[0])
     check_count("max_image_tokens", max_image_tokens)
     width = round_up(top_k + check_count("window", window, at_least=1) + max_image_tokens, INDEX_ALIGNMENT)

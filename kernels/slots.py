@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dsv4kv_jax.kernels._arguments import INT32_MAX, as_int32, as_lengths, check_count
+from dsv4kv_jax.kernels._arguments import INT32_MAX, as_int32, as_query_start_loc, check_count
 from dsv4kv_jax.kernels._implementation import mosaic_kernel
 
 
@@ -43,7 +43,7 @@ def step_tokens(query_start_loc: Any, seq_lens: Any, *, num_tokens: int) -> Step
     num_tokens = check_count("num_tokens", num_tokens)
     seq_lens = as_int32("seq_lens", seq_lens, ndim=1)
     num_requests = seq_lens.shape[0]
-    query_start_loc = as_lengths("query_start_loc", query_start_loc, size=num_requests + 1)
+    query_start_loc = as_query_start_loc(query_start_loc, num_requests)
     if not num_requests:
         none = jnp.full(num_tokens, -1, jnp.int32)
         return StepTokens(none, jnp.zeros_like(none), none >= 0)
@@ -52,8 +52,9 @@ def step_tokens(query_start_loc: Any, seq_lens: Any, *, num_tokens: int) -> Step
     request = jnp.sum((token[:, None] >= ends[None, :]).astype(jnp.int32), axis=1, dtype=jnp.int32)
     is_token = request < num_requests
     request = jnp.where(is_token, request, 0)
-    position = take(seq_lens, request) - take(ends, request) + token
-    valid = is_token & (position >= 0)
+    length = take(seq_lens, request)
+    position = length - take(ends, request) + token
+    valid = is_token & (position >= 0) & (position < length)
     return StepTokens(jnp.where(valid, position, -1), request, valid)
 
 
@@ -149,7 +150,7 @@ def step_arguments(
     block_table = as_int32("block_table", block_table, ndim=2)
     if block_table.shape[0] != seq_lens.shape[0]:
         raise ValueError(f"block_table has {block_table.shape[0]} rows for {seq_lens.shape[0]} requests")
-    return block_table, as_lengths("query_start_loc", query_start_loc, size=seq_lens.shape[0] + 1), seq_lens
+    return block_table, as_query_start_loc(query_start_loc, seq_lens.shape[0]), seq_lens
 
 
 def take(values: jax.Array, index: jax.Array) -> jax.Array:

@@ -106,6 +106,12 @@ def test_a_partial_key_gives_way_to_a_full_one_and_then_stands_beside_it(pool):
         ([8], "block 8.*1 to 7"),
         ([1.5], "integers"),
         ([[5]], "integers"),
+        ([[5], [5, 6]], "integers"),
+        ([True], "integers"),
+        ("5", "integers"),
+        (5, "integers"),
+        (None, "integers"),
+        ([2**70], "integers"),
     ],
 )
 def test_a_wrong_free_is_refused_whole(pool, blocks, message):
@@ -132,10 +138,10 @@ def test_a_block_may_be_freed_as_often_as_it_is_held(pool):
     assert pool.free_queue().tolist() == [3, 2, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize("count", [-1, 8])
+@pytest.mark.parametrize("count", [-1, 8, True, 1.0, "3", None])
 def test_too_many_blocks_are_refused(pool, count):
     before = snapshot(pool)
-    with pytest.raises(ValueError, match=f"cannot take {count} blocks: 7 of 8"):
+    with pytest.raises(ValueError, match="cannot take 8 blocks: 7 of 8" if count == 8 else f"count={count!r} must be"):
         pool.take(count)
     assert snapshot(pool) == before
 
@@ -149,7 +155,15 @@ def test_wrong_blocks_are_refused(pool, verb, blocks):
     assert snapshot(pool) == before
 
 
-@pytest.mark.parametrize("count", [0, -3, 2.0, True])
+@pytest.mark.parametrize("group", [2, -1, 1.5, "a", None, [0], [0, 2], [[0, 1]], [0, 1, 1]])
+def test_blocks_are_taken_for_groups_that_there_are(pool, group):
+    before = snapshot(pool)
+    with pytest.raises(ValueError, match="cannot take 2 blocks for group=.* one of the 2 groups"):
+        pool.take(2, group)
+    assert snapshot(pool) == before
+
+
+@pytest.mark.parametrize("count", [0, -3, 2.0, True, 2**31])
 def test_a_pool_needs_a_block(count):
     with pytest.raises(ValueError, match="num_blocks"):
         BlockPool(count)

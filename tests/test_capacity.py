@@ -219,6 +219,8 @@ class TestMix:
         ({"steps_in_flight": 2}, r"chunk_tokens=8 in each of steps_in_flight=2 are more than in_flight_tokens=8"),
         ({"steps_in_flight": 0}, r"steps_in_flight=0 must be an integer of at least 1"),
         ({"lookahead_tokens": -1}, r"lookahead_tokens=-1 must be an integer of at least 0"),
+        ({"max_model_len": 0}, r"max_model_len=0 must be an integer of at least 1"),
+        ({"max_model_len": 1.5}, r"max_model_len=1.5 must be an integer of at least 1"),
     ],
 )
 def test_bad_schedules_are_refused(fields, message):

@@ -93,6 +93,10 @@ PAGE = "model.layers.1.attn"
         (lambda d: d.update(schema_version=99), "schema_version is 99, not 1"),
         (lambda d: d.pop("groups"), "the plan is incomplete: KeyError 'groups'"),
         (lambda d: d["layers"].update({PAGE: 3}), "the plan is incomplete"),
+        *(
+            (lambda d, field=field: [spec.update({field: 0}) for spec in d["inputs"]["specs"][0]], "ZeroDivisionError")
+            for field in ("alignment", "compress_ratio")
+        ),
     ],
 )
 def test_every_damage_of_a_plan_is_named(saved, change, message):

@@ -73,9 +73,65 @@ def test_registry():
     mixed = dataclasses.replace(formats.FP8_DS_MLA, name="unheard_of")
     with pytest.raises(ValueError, match="'unheard_of' has no codec; register one with"):
         codecs.codec_of(mixed)
+    # One field of other values than the row's is not a row as it is.
+    shorter = dataclasses.replace(formats.plain_format("bfloat16", 64), name="shorter", num_values=63)
+    with pytest.raises(ValueError, match="'shorter' has no codec; register one with"):
+        codecs.codec_of(shorter)
     other = codecs.Codec(encode=lambda: (), decode=lambda: jnp.zeros(0))
     with pytest.raises(ValueError, match="'fp8_ds_mla' already has a codec"):
         codecs.register_codec(formats.FP8_DS_MLA, other)
+
+
+def test_a_format_is_registered_once_under_a_name_of_its_own():
+    before = dict(formats._REGISTRY)
+    assert formats.register_format(formats.FP8_DS_MLA) is formats.FP8_DS_MLA
+    renamed = dataclasses.replace(formats.INDEXER_FP8, name="fp8_ds_mla")
+    with pytest.raises(ValueError, match="format 'fp8_ds_mla' is already registered as .*; choose another name"):
+        formats.register_format(renamed)
+    for name in (*formats.PLAIN_CACHE_STRINGS, *formats._DTYPES):  # a spec with this string would change its meaning
+        with pytest.raises(ValueError, match=f"format name '{name}' stands for rows that are stored as they are"):
+            formats.register_format(dataclasses.replace(formats.FP8_DS_MLA, name=name))
+    with pytest.raises(ValueError, match="'mine' is no RowFormat"):
+        formats.register_format("mine")
+    assert before == formats._REGISTRY
+
+
+VALUES = formats.Field(name="values", dtype="uint8", count=4)
+SECTION = formats.Section(name="data", fields=(VALUES,))
+NOT_POSITIVE = [0, -4, 4.0, True, "4", None]
+
+
+@pytest.mark.parametrize(
+    ("whole", "changes", "message"),
+    [
+        *((VALUES, {"count": count}, "count of field 'values' is .* at least 1") for count in NOT_POSITIVE),
+        *((VALUES, {"dtype": dtype}, "dtype=.* is not a cache dtype") for dtype in ("float64", "int8", None)),
+        *((VALUES, {"name": name}, "field name .* must be a string that is not empty") for name in ("", None, 5)),
+        *((SECTION, {"name": name}, "section name .* must be a string that is not empty") for name in ("", None, 5)),
+        *((SECTION, {"fields": fields}, "has fields=.* a tuple of at least one Field") for fields in ((), [VALUES])),
+        *((SECTION, {"fields": fields}, "has fields=.* a tuple of at least one Field") for fields in (None, ("x",))),
+        (SECTION, {"fields": (VALUES, VALUES)}, "give them different names"),
+        (SECTION, {"fields": (dataclasses.replace(VALUES, count=3),)}, "3 bytes a row; .* add a padding field"),
+        *(
+            (formats.FP8_DS_MLA, {"num_values": count}, "num_values of format 'fp8_ds_mla' is .* at least 1")
+            for count in NOT_POSITIVE
+        ),
+        *((formats.FP8_DS_MLA, {"name": name}, "format name .* must be a string") for name in ("", None, ["a"])),
+        *(
+            (formats.FP8_DS_MLA, {"sections": parts}, "has sections=.* at least one Section")
+            for parts in ((), [SECTION])
+        ),
+        *(
+            (formats.FP8_DS_MLA, {"sections": parts}, "has sections=.* at least one Section")
+            for parts in (None, ("x",))
+        ),
+        (formats.FP8_DS_MLA, {"sections": (SECTION, SECTION)}, "give them different names"),
+        (formats.FP8_DS_MLA, {"page_dtype": "int8"}, "dtype='int8' is not a cache dtype"),
+    ],
+)
+def test_formats_that_cannot_be(whole, changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(whole, **changes)
 
 
 bf16_bits = hnp.arrays(np.uint16, (ROWS, 512), elements=st.integers(0, 2**16 - 1), fill=st.integers(0, 2**16 - 1))

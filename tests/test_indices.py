@@ -361,11 +361,27 @@ def test_requests_longer_than_their_sequence():
     assert step.valid.tolist() == [False, False, True, True, False]
 
 
+@pytest.mark.parametrize("starts", [[0, 5, 3], [0, 9, 2], [4, 0, 6]])
+def test_starts_that_decrease(starts):
+    """Refused on the host; on the device no token has a position past the end of its request."""
+    args = np.int32([[1, 2], [3, 4]]), np.int32(starts), np.int32([20, 30])
+    with pytest.raises(ValueError, match=f"query_start_loc falls from {max(starts[:2])} to {min(starts[1:])}"):
+        kernels.slot_mapping(*args, block_size=16, num_tokens=10)
+    step = step_tokens(jnp.asarray(starts, jnp.int32), args[2], num_tokens=10)
+    lens = args[2][np.asarray(step.token_to_req)]
+    assert (np.asarray(step.positions) < lens).all()
+    assert (np.asarray(step.valid) == (np.asarray(step.positions) >= 0)).all()
+
+
 def test_refusals():
     table, starts, lens = np.ones((2, 3), np.int32), np.int32([0, 1, 2]), np.int32([5, 6])
     size = {"block_size": 64, "num_tokens": 2}
     with pytest.raises(ValueError, match="block_table has 1 rows for 2 requests"):
         kernels.slot_mapping(table[:1], starts, lens, **size)
+    with pytest.raises(
+        ValueError, match=f"num_tokens={2**31} must be at most {INT32_MAX}; counts and indices are int32"
+    ):
+        kernels.slot_mapping(table, starts, lens, block_size=64, num_tokens=2**31)
     with pytest.raises(ValueError, match="query_start_loc has 2 entries; 3 are needed"):
         kernels.slot_mapping(table, starts[:2], lens, **size)
     with pytest.raises(ValueError, match=r"block_table has shape \(6,\); it must have 2 dimension"):

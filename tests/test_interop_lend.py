@@ -1,5 +1,7 @@
 """`lend`: what PyTorch sees of a cache that JAX owns, and what is refused meanwhile."""
 
+import copy
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -211,8 +213,46 @@ def test_lending_twice_is_refused(cache):
 def test_views_need_an_entered_lease(cache):
     with pytest.raises(LeaseError, match="with lend"):
         lend(cache)["model.layers.2.attn"]
-    with lend(cache) as views, pytest.raises(KeyError):
-        views["model.layers.9.attn"]
+    for layer in ("model.layers.9.attn", None, 0):
+        with lend(cache) as views, pytest.raises(KeyError, match=r"no layer .* here; this cache holds \d+, such as"):
+            views[layer]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_views_cannot_be_copied(cache, copied):
+    """A deep copy used to give PyTorch's references to the memory up twice, which corrupted the heap."""
+    with lend(cache) as views, pytest.raises(TypeError, match="a Lease .* cannot be copied or pickled"):
+        copied(views)
+    write(cache, 1)
+
+
+@pytest.mark.parametrize(
+    "slabs",
+    [
+        lambda slab: (),
+        lambda slab: (slab, slab),
+        lambda slab: (np.asarray(slab),),
+        lambda slab: (slab.astype(jnp.float32),),
+        lambda slab: (slab[:, :-1],),
+        lambda slab: (slab[0],),
+    ],
+)
+def test_slabs_that_are_not_the_layouts_are_not_lent(cache, slabs):
+    """Views on them would name the bytes of other layers, or lie past the end."""
+    wrong = KVCache(slabs=slabs(cache.slab), layout=cache.layout)
+    with pytest.raises(ValueError, match="the cache has slabs .* its layout makes them JAX arrays"), lend(wrong):
+        pass
+    write(cache, 1)
+
+
+def test_what_cannot_be_waited_for(cache):
+    read = jax.jit(lambda cache: cache.slab[1])(cache)
+    read.delete()
+    with pytest.raises(ValueError, match="donated or deleted; pass what the donating function returned"):
+        lend(cache, after=(read,)).__enter__()
+    with pytest.raises(ValueError, match="stream=5 must be a torch.cuda.Stream, or None on a CPU"):
+        lend(cache, stream=5).__enter__()
+    write(cache, 1)
 
 
 def test_donated_traced_and_foreign_caches_are_refused(cache):

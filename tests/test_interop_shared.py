@@ -10,7 +10,7 @@ import pytest
 import dsv4kv_jax
 from dsv4kv_jax import KVCache, interop
 from dsv4kv_jax.interop import LeaseError, SharedSlab, _exchange
-from dsv4kv_jax.specs import layer_specs
+from dsv4kv_jax.specs import MLAAttentionSpec, layer_specs
 
 torch = pytest.importorskip("torch")
 
@@ -66,8 +66,69 @@ def test_a_step_must_return_its_cache(shared):
     with pytest.raises(ValueError, match="must return the cache"):
         shared.step(jax.jit(lambda cache: cache.slab.sum()))
     other = KVCache.allocate(dsv4kv_jax.plan(FLASH, 3 * 1_002_240))
-    with pytest.raises(ValueError, match="must return the cache"):
-        shared.step(lambda cache: other)
+    for wrong in (other, (), [other], None):
+        with pytest.raises(ValueError, match="must return the cache"):
+            shared.step(lambda cache, wrong=wrong: wrong)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda slab: (slab[:1],),  # one block would be copied over all of them
+        lambda slab: (slab.astype(jnp.float32),),
+        lambda slab: (np.asarray(slab),),
+        lambda slab: (),
+    ],
+)
+def test_a_step_that_returns_other_slabs_changes_nothing(shared, make):
+    shared.buffers[0].fill_(7)
+    with pytest.raises(ValueError, match=r"the cache has slabs .* its layout makes them JAX arrays \['uint32\["):
+        shared.step(lambda cache: KVCache(slabs=make(cache.slab), layout=LAYOUT))
+    assert bool((shared.buffers[0] == 7).all())
+
+
+def test_a_step_may_not_close_its_slab(shared):
+    with pytest.raises(LeaseError, match="closed"):
+        shared.step(lambda cache: (shared.close(), cache)[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"worker": 1}, "worker=1 does not exist; the plan has 1"),
+        ({"worker": -1}, "worker=-1"),
+        ({"worker": True}, "worker=True"),
+        ({"worker": 0.0}, "worker=0.0"),
+        ({"num_blocks": 1}, "num_blocks=1 must be from 2"),
+        ({"num_blocks": -1}, "num_blocks=-1"),
+        ({"num_blocks": 2.0}, "num_blocks=2.0 must be an integer"),
+        ({"num_blocks": True}, "num_blocks=True"),
+        ({"num_blocks": PLAN.num_blocks + 1}, "plan with more memory for more"),
+    ],
+)
+def test_a_shared_slab_is_allocated_as_a_cache_is(options, message):
+    for allocate in (SharedSlab.allocate, KVCache.allocate):
+        own = {"device": "cpu", "copy_on_cpu": True} if allocate == SharedSlab.allocate else {}
+        with pytest.raises(dsv4kv_jax.PlanError, match=message):
+            allocate(PLAN, **own, **options)
+
+
+def test_buffers_of_their_own():
+    """Two buffers in one memory: what one layer writes, another reads."""
+    spec = MLAAttentionSpec(block_size=64, head_size=512, dtype="bfloat16", alignment=512)
+    layout = dsv4kv_jax.plan_from_specs({"layers.0": spec, "layers.1": spec}, 1 << 20).layout
+    memory = torch.zeros(4 * spec.page_size_bytes, dtype=torch.uint8)
+    half = len(memory) // 2
+    assert SharedSlab([memory[:half], memory[half:]], layout, copy_on_cpu=True).num_blocks == 2
+    for pair in ([memory, memory], [memory[:half], memory[half // 2 : half // 2 + half]]):
+        with pytest.raises(ValueError, match=r"tensors\[0\] and tensors\[1\] overlap in memory"):
+            SharedSlab(pair, layout, copy_on_cpu=True)
+
+
+@pytest.mark.parametrize("layout", [PLAN, "packed", None])
+def test_a_layout_says_where_pages_lie(layout):
+    with pytest.raises(ValueError, match="pass a PackedLayout, such as plan.layout"):
+        SharedSlab(torch.zeros(STRIDE, dtype=torch.uint8), layout, copy_on_cpu=True)
 
 
 def test_views_end_with_close():
@@ -77,7 +138,9 @@ def test_views_end_with_close():
     for use in (lambda: view.sum(), lambda: view[0]):
         with pytest.raises(LeaseError, match="ended"):
             use()
-    for use in (lambda: shared[NAME], lambda: shared.step(write, 1), lambda: shared.read(len), shared.whole_blocks):
+    shared.close()
+    uses = (lambda: shared[NAME], lambda: shared.step(write, 1), lambda: shared.read(len), shared.whole_blocks)
+    for use in (*uses, shared.__enter__, lambda: shared.buffers, lambda: interop.bind(shared, {})):
         with pytest.raises(LeaseError, match="closed"):
             use()
 
@@ -179,6 +242,21 @@ def test_bad_tables_are_refused(value, message):
     for convert in (interop.int32_array, interop.int32_tensor):
         with pytest.raises(ValueError, match=message):
             convert("slots", value)
+    with pytest.raises(ValueError, match="pass a dense tensor"):
+        interop.int32_array("slots", torch.ones(2, dtype=torch.int32).to_sparse())
+
+
+@pytest.mark.parametrize("value", [None, "abc", 1.5, [1.5], [True], [None], [[1], [1, 2]], {1: 2}, [2**70], [2**31]])
+def test_host_values_that_are_no_integers(value):
+    with pytest.raises(ValueError, match="slots (has dtype .* int32 integers|holds values .* do not fit in int32)"):
+        interop.int32_tensor("slots", value)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int64, np.uint64, ">i4"])
+def test_host_integers_of_any_type_are_converted(dtype):
+    tensor = interop.int32_tensor("slots", np.array([[7, 0]], dtype))
+    assert tensor.dtype == torch.int32 and tensor.tolist() == [[7, 0]]
+    assert interop.int32_tensor("slots", []).dtype == torch.int32
 
 
 def test_tables_of_the_wrong_framework_or_device():

@@ -94,8 +94,16 @@ def test_bad_block_ids_and_buffers_write_nothing():
         for bad in (host[:1], host.to(torch.int8), host.numpy()):
             with pytest.raises(ValueError, match=r"must be a torch.uint8 tensor of shape \(2, "):
                 interop.blocks_from_host(views, [3, 4], bad)
-        with pytest.raises(ValueError, match="buffer=1 does not exist; the layout has 1"):
-            interop.whole_block_view(views, 1)
+        for ids in ([1.9, 2], [True, True], ["1", "2"], "12", [None, 2], [[1, 2]], None, 1, torch.tensor([1.0, 2.0])):
+            for move in (interop.blocks_to_host, lambda *given: interop.blocks_from_host(*given, host * 0)):
+                with pytest.raises(ValueError, match="cannot transfer .*: block ids must be a list of integers"):
+                    move(views, ids)
+        for buffer in (1, -1, True, 0.0, "slab", None):
+            for find in (lambda b: interop.whole_block_view(views, b), views.whole_blocks):
+                with pytest.raises(ValueError, match=f"buffer={buffer!r} does not exist; the layout has 1"):
+                    find(buffer)
+        for ids in (np.array([2], np.uint64), torch.tensor([2]), (2,), range(2, 3)):
+            assert torch.equal(interop.blocks_to_host(views, ids), host[1:])
         assert interop.blocks_to_host(views, []).shape == (0, STRIDE)
     assert np.array_equal(np.asarray(cache.slab), np.asarray(numbered(PLAN).slab))
 
@@ -167,5 +175,8 @@ def test_a_freed_or_missing_block_cannot_be_resumed_from():
         interop.blocks_to_resume([group], [[5, 6]], 256)
     with pytest.raises(ValueError, match="0 block tables were given for 1 groups"):
         interop.blocks_to_resume([group], [], 256)
-    with pytest.raises(ValueError, match="position=-1"):
-        interop.blocks_to_resume([group], [[1]], -1)
+    for position in (-1, 1.5, True, "1", None):
+        with pytest.raises(ValueError, match=f"position={position!r}"):
+            interop.blocks_to_resume([group], [[1]], position)
+    with pytest.raises(ValueError, match="cannot resume from .*: block ids must be a list of integers"):
+        interop.blocks_to_resume([group], [[1.5] * 4], 256)

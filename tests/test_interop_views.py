@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 import dsv4kv_jax
+from dsv4kv_jax.groups import KVCacheGroup
 from dsv4kv_jax.interop import PageView, page_view
+from dsv4kv_jax.layout import PackedLayout
 from dsv4kv_jax.specs import MLAAttentionSpec, SlidingWindowMLASpec, layer_specs
 
 torch = pytest.importorskip("torch")
@@ -61,12 +63,14 @@ def test_rows_may_be_transposed_inside_a_page(form):
     "spec", layer_specs(dsv4kv_jax.ModelConfig.preset("deepseek-v4-flash"), layers=(2, 3)).values()
 )
 def test_the_packed_form_is_the_layouts(spec):
-    plan = dsv4kv_jax.plan_from_specs(
-        {"layers.0": spec, "layers.1": dataclasses.replace(spec, block_size=512)}, 1 << 26
-    )
-    page = plan.layout.page("layers.0")
-    form = plan.layout.form if plan.layout.form == "packed" else "padded"
-    view = page_view(spec, 7, form=form, block_stride_bytes=page.block_stride_bytes, offset_bytes=page.offset_bytes)
+    wider = dataclasses.replace(spec, block_size=512)
+    groups = [
+        KVCacheGroup(layers=("before", "layer"), specs=(spec, spec), spec=spec),
+        KVCacheGroup(layers=("other",), specs=(wider,), spec=wider),
+    ]
+    page = PackedLayout.from_groups(groups).page("layer")
+    assert 0 < page.offset_bytes < page.block_stride_bytes
+    view = page_view(spec, 7, form="packed", block_stride_bytes=page.block_stride_bytes, offset_bytes=page.offset_bytes)
     assert view == PageView.of_page(page, 7)
 
 
@@ -122,13 +126,46 @@ class MambaSpec:
         (PLAIN, {"form": "padded", "stride_order": (1, 0, 2)}, "does not put the blocks .* outermost"),
         (PLAIN, {"form": "kv_first", "stride_order": (0, 1, 2, 3)}, r"the blocks \(dimension 1\) outermost"),
         (PLAIN, {"form": "contiguous", "stride_order": (0, 1)}, "must hold each of the dimensions 0 to 2 once"),
+        (PLAIN, {"form": "padded", "num_blocks": -1}, "num_blocks=-1"),
+        (PLAIN, {"form": "padded", "num_blocks": 4.0}, "num_blocks=4.0"),
+        (PLAIN, {"form": "padded", "num_blocks": None}, "num_blocks=None"),
+        (PLAIN, {"form": "padded", "offset_bytes": -512}, "offset_bytes=-512"),
+        (PLAIN, {"form": "padded", "offset_bytes": True}, "offset_bytes=True"),
+        (PLAIN, {"form": "packed", "block_stride_bytes": 65_536.0}, "block_stride_bytes=65536.0"),
+        (PLAIN, {"form": "packed", "block_stride_bytes": "64K"}, "block_stride_bytes='64K'"),
+        (PLAIN, {"form": "padded", "kernel_block_size": 16.0}, "kernel_block_size=16.0"),
+        (PLAIN, {"form": "contiguous", "stride_order": (0.0, 1, 2)}, "must hold each of the dimensions 0 to 2 once"),
         (LATENT, {"form": "kv_first"}, "a latent row is both K and V"),
         (LATENT, {"form": "contiguous", "stride_order": (2, 0, 1)}, "only the natural order can name"),
     ],
 )
 def test_what_strides_cannot_express_is_refused(spec, options, message):
     with pytest.raises(ValueError, match=message):
-        page_view(spec, 4, **options)
+        page_view(spec, **{"num_blocks": 4, **options})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"offset": -4}, r"offset \(-4,\) must be integers of at least 0"),
+        ({"shape": (-1,)}, "shape"),
+        ({"shape": (True,)}, "shape"),
+        ({"strides": (1.0,)}, "strides"),
+        ({"strides": (1, 1)}, "needs a stride a dimension"),
+        ({"dtype": "int7"}, "dtype='int7' is not a cache dtype"),
+    ],
+)
+def test_views_that_cannot_be(fields, message):
+    """A negative offset used to read what lies before the buffer."""
+    with pytest.raises(ValueError, match=message):
+        PageView(**{"dtype": "uint8", "shape": (2,), "strides": (1,)} | fields)
+
+
+@pytest.mark.parametrize("flat", [lambda t: t[::2], lambda t: t.view(2, -1), lambda t: t.numpy(), lambda t: None])
+def test_a_view_lies_on_compact_memory(flat):
+    """On every second byte of a buffer, it used to show the bytes between."""
+    with pytest.raises(ValueError, match=r"compact one-dimensional tensor.*tensor.reshape\(-1\)"):
+        page_view(PADDED, 3, form="padded").on(flat(torch.zeros(8192, dtype=torch.uint8)))
 
 
 def test_a_view_never_passes_the_buffer():

@@ -1,11 +1,15 @@
 """vLLM's KVCacheConfig, in the shapes of 0.27 and 0.33, and its backing tensor."""
 
+import copy
 import dataclasses
+import functools
 import json
+import operator
 import types
 
 import jax
 import jax.numpy as jnp
+import pages
 import pytest
 
 import dsv4kv_jax
@@ -150,7 +154,7 @@ def test_bind_sets_nothing_unless_both_sides_agree():
     with pytest.raises(ValueError, match=r"1 views have no module, such as \['layers.1'\]"):
         interop.bind(views, {"layers.0": module})
     with pytest.raises(ValueError, match="has no layer number"):
-        interop.bind({"attn": 1}, {"attn": types.SimpleNamespace()})
+        interop.bind({"attn": 1, "layers.0": 2}, {"attn": module, "layers.0": module})
     assert not vars(module)
     assert interop.bind({"layers.0": 1}, {"layers.0": module}, attribute="cache") == [1] and module.cache == 1
 
@@ -255,6 +259,12 @@ def edited(**changes):
         (lambda: edited(tensor_block_stride=1_002_816), "pages 1002816 B apart"),
         (lambda: edited(tensor_size=1_002_240), "3 blocks pass the end of its tensor of 1002240 B"),
         (lambda: edited(tensor_host_resident=True), "host_resident"),
+        *(
+            (lambda number=number: edited(config_num_blocks=number), "num_blocks=.* must be an integer of at least 1")
+            for number in (0, -1, 1.5, True, "3", None)
+        ),
+        (lambda: edited(tensor_size=1.5), "size=1.5 of a dict must be a number of bytes"),
+        (lambda: edited(tensor_offset=-576), "offset=-576"),
         (lambda: {"num_blocks": 3}, "has no 'kv_cache_tensors'; is it a KVCacheConfig of vLLM"),
         (lambda: types.SimpleNamespace(), "this SimpleNamespace has no 'num_blocks'"),
     ],
@@ -262,6 +272,32 @@ def edited(**changes):
 def test_configs_that_are_not_ours_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         vllm.read_config(make())
+
+
+def paths(node, path=()):
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, child in items:
+        yield (*path, key)
+        yield from paths(child, (*path, key))
+
+
+@pytest.mark.parametrize("version", ["0.27", "0.33"])
+@pytest.mark.parametrize("damage", ["delete", None, -1, 1.5, True, "x", [], {}, {"a": 1}], ids=repr)
+def test_a_damaged_config_is_read_or_refused(version, damage):
+    """Whatever stands where a number, a name or a list belongs: no other error, and never blocks that are none."""
+    whole = vllm.write_config(pages.layout_of(), 3, version=version)
+    for *above, last in paths(whole):
+        config = copy.deepcopy(whole)
+        parent = functools.reduce(operator.getitem, above, config)
+        if damage == "delete":
+            del parent[last]
+        else:
+            parent[last] = damage
+        try:
+            read = vllm.read_config(config)
+        except ValueError:
+            continue
+        assert read.num_blocks == 3 and set(read.layout.layers) == set(pages.layout_of().layers)
 
 
 def test_a_state_space_layer_is_refused_by_name():

@@ -1,6 +1,8 @@
 """The manager's decisions as small examples, and its refusals, which must change nothing."""
 
+import copy
 import dataclasses
+import pickle
 
 import numpy as np
 import pytest
@@ -134,9 +136,8 @@ def test_external_tokens_get_blocks_only_where_some_window_sees_them():
     request.num_computed_tokens = 512
     manager.cache_blocks(request, 512)
     assert manager.pool.num_cached_keys > keys
-    for wrong in (-1, 601):
-        with pytest.raises(ValueError, match=f"cannot register {wrong} tokens of request 'second'"):
-            manager.cache_blocks(request, wrong)
+    with pytest.raises(ValueError, match="cannot register 601 tokens of request 'second'"):
+        manager.cache_blocks(request, 601)
 
 
 # Windows
@@ -477,7 +478,7 @@ def test_an_empty_batch_is_nothing():
 # Errors
 
 WRONG_ARGUMENTS = [
-    ({"num_new_tokens": -1}, "num_new_tokens=-1 must not be negative"),
+    ({"num_new_tokens": -1}, "num_new_tokens=-1 must be an integer of at least 0"),
     ({"num_new_tokens": 0}, "num_new_tokens=0 is nothing to do"),
     ({"num_lookahead_tokens": -2}, "num_lookahead_tokens=-2"),
     ({"num_external_computed_tokens": -3}, "num_external_computed_tokens=-3"),
@@ -500,8 +501,9 @@ def test_wrong_arguments_change_nothing(arguments, message):
 @pytest.mark.parametrize(
     ("counters", "message"),
     [
-        ({"num_computed_tokens": -1}, "num_computed_tokens=-1 must not be negative"),
-        ({"num_in_flight_tokens": -1}, "num_in_flight_tokens=-1 must not be negative"),
+        ({"num_computed_tokens": -1}, "num_computed_tokens=-1 must be an integer of at least 0"),
+        ({"num_in_flight_tokens": -1}, "num_in_flight_tokens=-1 must be an integer of at least 0"),
+        ({"num_computed_tokens": 254}, "num_computed_tokens=254 went back too far: .* before token 255"),
         ({"num_computed_tokens": 305}, "num_computed_tokens=305, but its blocks hold only 300 tokens"),
     ],
 )
@@ -573,6 +575,8 @@ def test_requests_that_cannot_be_known():
         add(manager, "long", range(101))
     with pytest.raises(ValueError, match="'theirs' belongs to another manager"):
         manager.add_request(add(manager_of(), "theirs", [1]))
+    with pytest.raises(ValueError, match="'text' is no Request"):
+        manager.add_request("text")
     compute(manager, add(manager, "twin", range(9)))
     with pytest.raises(ValueError, match="another request 'twin' holds blocks"):
         manager.allocate_slots(add(manager, "twin", range(9)), 9)
@@ -591,12 +595,25 @@ def test_requests_that_cannot_be_known():
         (np.array([1.0]), {}, "int32"),
         (np.array([[1]]), {}, "int32"),
         (["a"], {}, "int32"),
+        (b"abcd", {}, "int32"),
+        (bytearray(8), {}, "int32"),
+        (None, {}, "int32"),
         ([1, 2], {"mm_items": [MultiModalItem("a", 1, 2)]}, "lies outside the 2 prompt tokens"),
+        ([1, 2], {"mm_items": [("a", 0.5, 1)]}, "no item"),
+        ([1, 2], {"mm_items": [("a", -1, 1)]}, "no item"),
+        ([1, 2], {"mm_items": [("a", 0, 0)]}, "no item"),
+        ([1, 2], {"mm_items": [("a", 0)]}, "no item"),
+        ([1, 2], {"mm_items": [5]}, "no item"),
+        ([1, 2], {"prompt_embeds": np.zeros((3, 4))}, r"shape \(3, 4\); .* at most 2"),
+        ([1, 2], {"prompt_embeds": np.zeros(())}, "prompt_embeds"),
+        ([1, 2], {"prompt_embeds": "embeds"}, "prompt_embeds"),
+        ([1, 2], {"request_id": 7}, "request_id=7 must be a string"),
+        ([1, 2], {"request_id": None}, "request_id=None"),
     ],
 )
 def test_requests_that_cannot_be(tokens, options, message):
     with pytest.raises(ValueError, match=message):
-        Request("r", tokens, **options)
+        Request(**{"request_id": "r", "prompt_token_ids": tokens, **options})
 
 
 def test_appending_wrong_tokens_adds_none():
@@ -609,7 +626,163 @@ def test_appending_wrong_tokens_adds_none():
     assert request.token_ids.tolist() == [0, 1, 2, -1, 5]
 
 
-@pytest.mark.parametrize(("settled", "known"), [(-1, True), (305, True), (1, False)])
+COUNTS_GIVEN = {
+    "num_new_tokens": lambda m, r, n: m.allocate_slots(r, n),
+    "num_lookahead_tokens": lambda m, r, n: m.allocate_slots(r, 1, num_lookahead_tokens=n),
+    "num_external_computed_tokens": lambda m, r, n: m.allocate_slots(r, 1, num_external_computed_tokens=n),
+    "reserved_blocks": lambda m, r, n: m.allocate_slots(r, 1, reserved_blocks=n),
+    "num_lookahead_tokens of a batch": lambda m, r, n: m.allocate_batch([r], 1, num_lookahead_tokens=n),
+    "num_new_tokens of a batch": lambda m, r, n: m.allocate_batch([r], [n]),
+    "settled_tokens": lambda m, r, n: m.remove_skipped_blocks(r, n),
+    "num_computed_tokens": lambda m, r, n: m.cache_blocks(r, n),
+    "num_tokens": lambda m, r, n: m.get_block_ids(r, n),
+    "max_tokens": lambda m, r, n: m.block_tables([r], n),
+}
+
+
+@pytest.mark.parametrize("given", COUNTS_GIVEN)
+@pytest.mark.parametrize("kind", [-1, 1.0, np.float32(2), float("nan"), True, np.True_, "3", [3]], ids=repr)
+def test_what_is_no_count_changes_nothing(given, kind):
+    """A count of 1.5 used to be found out when half of the blocks were taken."""
+    manager = manager_of()
+    request = running(manager, "r", 300)
+    before = snapshot(manager)
+    with pytest.raises(ValueError, match=given.split()[0]):
+        COUNTS_GIVEN[given](manager, request, kind)
+    assert snapshot(manager) == before
+    manager.check()
+
+
+@pytest.mark.parametrize("counter", ["num_computed_tokens", "num_in_flight_tokens"])
+@pytest.mark.parametrize("kind", [1.0, float("nan"), "3", None, [3], np.array([3])], ids=repr)
+def test_counters_that_are_no_counts_change_nothing(counter, kind):
+    manager = manager_of()
+    requests = [running(manager, "good", 255), running(manager, "r", 300)]
+    setattr(requests[1], counter, kind)
+    before = snapshot(manager)
+    for call in (
+        lambda: manager.allocate_slots(requests[1], 1),
+        lambda: manager.allocate_batch(requests, 1),
+        lambda: manager.blocks_to_finish(requests[1:]),
+    ):
+        with pytest.raises(ValueError, match=f"'r': {counter}=.* must be an integer"):
+            call()
+    assert snapshot(manager) == before
+
+
+@pytest.mark.parametrize("integer", [np.uint8, np.int8, np.int16, np.uint32, np.int64, np.uint64])
+def test_integers_of_any_type_mean_the_same(integer):
+    """numpy's narrow integers wrap: 100 + np.uint8(200) is 44, and np.uint32(5) - 8 is 4294967293."""
+    plain, typed = manager_of(), manager_of()
+    requests = [running(plain, "r", 100), running(typed, "r", 100)]
+    requests[1].num_computed_tokens, requests[1].num_in_flight_tokens = integer(100), integer(3)
+    requests[0].num_in_flight_tokens = 3
+    for verb, count, lookahead in (("allocate_slots", 120, 100), ("allocate_batch", 127, 90)):
+        for manager, request, as_type in zip((plain, typed), requests, (int, integer), strict=True):
+            new = as_type(count)
+            given = (request, new) if verb == "allocate_slots" else ([request], np.array([new]))
+            getattr(manager, verb)(*given, num_lookahead_tokens=as_type(lookahead))
+        assert snapshot(plain) == snapshot(typed)
+    assert lists(plain.block_tables(requests[:1], 127)) == lists(typed.block_tables(requests[1:], integer(127)))
+    assert typed.fits(integer(100))
+
+
+def test_counts_that_wrap_are_refused():
+    manager = manager_of()
+    requests = [running(manager, "a", 255), running(manager, "b", 300)]
+    before = snapshot(manager)
+    for counts in (2**63 - 1, [1, 2**63 - 1], np.array([1, 2**64 - 1], np.uint64), np.array([1, 3797], np.uint64)):
+        with pytest.raises(ValueError, match="more than max_model_len=4096"):
+            manager.allocate_batch(requests, counts)
+    assert snapshot(manager) == before
+
+
+@pytest.mark.parametrize("batch", [lambda r: dict.fromkeys(r, 1), lambda r: (q for q in r), set, tuple, iter])
+def test_a_batch_may_be_any_iterable(batch):
+    manager = manager_of()
+    requests = [running(manager, "a", 255), running(manager, "b", 511)]
+    for request in requests:
+        request.append([1] * 2)
+    result = manager.allocate_batch(batch(requests), 2)
+    assert len(result.block_id) == 10
+    manager.check()
+
+
+@pytest.mark.parametrize("block_size", [8, 64])
+def test_a_request_goes_back_only_as_far_as_its_windows_reach(block_size):
+    """Before that, a query would silently read the null block in place of what was let go of."""
+    manager = manager_of((256, None), (block_size, 128))
+    request = running(manager, "r", 300)
+    request.append([1] * 9)
+    manager.remove_skipped_blocks(request, 300)
+    first = (300 - 127) // block_size  # the oldest block still held
+    least = first * block_size + 127
+    for computed in (299, least):
+        request.num_computed_tokens = computed
+        manager.allocate_slots(request, 1)
+        manager.allocate_batch([request], 1)
+    request.num_computed_tokens = least - 1
+    before = snapshot(manager)
+    for allocate in (lambda: manager.allocate_slots(request, 1), lambda: manager.allocate_batch([request], 1)):
+        with pytest.raises(ValueError, match=f"before token {least} .* preempt the request"):
+            allocate()
+    assert snapshot(manager) == before
+    manager.preempt(request)
+    assert compute(manager, request) == 256
+    manager.check()
+
+
+def test_a_request_keeps_its_identity():
+    manager = manager_of()
+    request = running(manager, "r", 300)
+    before = snapshot(manager)
+    with pytest.raises(AttributeError):
+        request.request_id = "other"
+    with pytest.raises(TypeError, match="request 'r' cannot be copied"):
+        copy.copy(request)
+    for stranger in (copy.deepcopy(request), pickle.loads(pickle.dumps(request))):
+        with pytest.raises(ValueError, match="'r' is unknown to this manager"):
+            manager.free(stranger)
+    assert snapshot(manager) == before
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda manager: pickle.loads(pickle.dumps(manager))])
+def test_a_copied_manager_stands_alone(duplicate):
+    manager = manager_of(record_events=True, record_table_updates=True, debug=True)
+    running(manager, "r", 300)
+    before, twin = snapshot(manager), duplicate(manager)
+    assert snapshot(twin) == before
+    twin.free(twin.active["r"])
+    assert compute(twin, add(twin, "again", range(300))) == 256
+    twin.check()
+    manager.check()
+    assert snapshot(manager) == before
+
+
+@pytest.mark.parametrize("ids", [[1.5], [True], [[1, 2]], [[1], [1, 2]], "abc", None, [10**30], [-1], [400], {1: 2}])
+def test_what_is_no_block_id_changes_nothing(ids):
+    manager = manager_of()
+    popped = manager.pop_blocks_for_free(running(manager, "r", 300))
+    before = snapshot(manager)
+    for verb in (manager.free_popped_blocks, manager.finish_cow_copies, manager.evict_blocks, manager.pool.free):
+        with pytest.raises(ValueError, match="block|inhomogeneous"):
+            verb(ids)
+    with pytest.raises(ValueError, match="block ids must be a list of integers"):
+        manager.free_popped_blocks(popped + 0.25)
+    assert snapshot(manager) == before
+    manager.free_popped_blocks(popped)
+    manager.check()
+
+
+@pytest.mark.parametrize("hits", [(), (1, 2), 0, "all"])
+def test_hits_are_what_a_look_up_returned(hits):
+    manager = manager_of()
+    with pytest.raises(ValueError, match=r"new_computed_blocks=.* must be what get_computed_blocks returned"):
+        manager.allocate_slots(add(manager, "r", [1]), 1, new_computed_blocks=hits)
+    manager.check()
+
+
+@pytest.mark.parametrize(("settled", "known"), [(305, True), (1, False)])
 def test_windows_slide_only_over_tokens_that_there_are(settled, known):
     manager = manager_of()
     request = running(manager, "r", 300) if known else add(manager, "r", range(300))
@@ -643,7 +816,22 @@ def test_hits_are_only_for_the_first_allocation():
         ({"max_in_flight_tokens": -1}, "max_in_flight_tokens=-1"),
         ({"watermark": 1.0}, "watermark=1.0"),
         ({"watermark": -0.1}, "watermark=-0.1"),
+        ({"max_model_len": 1.5}, "max_model_len=1.5"),
+        ({"max_model_len": 2**31}, "max_model_len=2147483648 .* at most 2147483647"),
+        ({"max_in_flight_tokens": 0}, "max_in_flight_tokens=0"),
+        ({"max_requests": "many"}, "max_requests='many'"),
+        ({"watermark": "low"}, "watermark='low'"),
+        ({"watermark": float("nan")}, "watermark=nan"),
         ({"hash_secret": b"short"}, "hash_secret has 5 bytes; give 16 to 64"),
+        ({"hash_secret": "x" * 32}, "hash_secret is 'x.*; give 16 to 64 bytes"),
+        ({"retention_interval": 256.0}, "retention_interval=256.0"),
+        ({"retention_interval": True}, "retention_interval=True"),
+        ({"prefix_match_unit": 0}, "prefix_match_unit=0"),
+        ({"prefix_match_unit": 2.0}, "prefix_match_unit=2.0"),
+        ({"prefix_match_unit": 0, "groups": groups((256, None)), "partial_hits": True}, "prefix_match_unit=0"),
+        ({"prefix_match_unit": 3, "groups": groups((256, None)), "partial_hits": True}, "3 must divide .* of 256"),
+        ({"prefix_match_unit": 512, "groups": groups((256, None))}, "prefix_match_unit=512 must divide"),
+        ({"plan": groups((256, None))}, "plan is a tuple; pass a KVCachePlan, or groups by name"),
         ({"retention_interval": 100}, "retention_interval=100 must be 0 or a multiple of 256"),
         ({"retention_interval": -256}, "retention_interval=-256"),
         ({"retention_interval": 256, "groups": groups((256, None))}, "needs a sliding group"),

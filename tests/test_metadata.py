@@ -1,5 +1,8 @@
 """Step metadata: each layer gets what the oracle says, nothing is computed that no layer needs."""
 
+import dataclasses
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +17,9 @@ from dsv4kv_jax.groups import group_layers
 from dsv4kv_jax.kernels.step import StepIndex, step_indices
 from dsv4kv_jax.layout import PackedLayout
 from dsv4kv_jax.metadata import StepMetadata
+from dsv4kv_jax.rope import RopeTables
 from dsv4kv_jax.specs import MLAAttentionSpec, SlidingWindowMLASpec, layer_specs
+from dsv4kv_jax.step import Step
 
 REQUESTS, TOKENS, MAX_LEN = 3, 12, 1024
 LAYOUT = pages.layout_of()
@@ -121,6 +126,9 @@ def test_group_without_layers_here():
     np.testing.assert_array_equal(meta.slots(pages.SWA), _build(LAYOUT, tables_for(LAYOUT)).slots(pages.SWA))
     with pytest.raises(ValueError, match="has no 'compressed_slots' indices"):
         meta.slots(LAYOUT.page(pages.C4A))
+    for page in (LAYOUT.page(pages.C4A), *(dataclasses.replace(LAYOUT.page(pages.SWA), group=g) for g in (-1, 99))):
+        with pytest.raises(ValueError, match=f"is in group {page.group}, of which no layer is in this cache"):
+            meta.block_table(page)
 
 
 def test_one_group_without_hybrid():
@@ -138,6 +146,76 @@ def test_narrower_dense_rows():
     rows, _ = meta.dense(pages.C128A)
     assert rows.shape == (TOKENS, 5)
     assert _build(LAYOUT, max_model_len=1_000_000).dense(pages.C128A)[0].shape == (TOKENS, 7936)
+
+
+NUMBERS = {"num_tokens": 0, "max_model_len": 1, "window": 1, "dense_width": 1}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", [-1, 1.0, True, "3", np.float32(3)], ids=repr)
+def test_sizes_that_cannot_be(name, value):
+    with pytest.raises(ValueError, match=f"{name}=.* must be an? (Python )?integer of at least {NUMBERS[name]}"):
+        _build(LAYOUT, **{name: value})
+
+
+def test_a_dense_width_of_0_is_not_the_default():
+    with pytest.raises(ValueError, match="dense_width=0"):
+        _build(LAYOUT, dense_width=0)
+
+
+@pytest.mark.parametrize(
+    ("starts", "lengths", "rows"),
+    [
+        ([0], [], 0),
+        ([0, 0, 0], [5, 0], 2),  # requests without tokens in this step
+        ([0, 1, 1], [0, 0], 2),  # more tokens than the request has
+        ([0, 1, 2], [100_000, 1], 2),  # past the tables
+        ([0, 1, 2], [-5, 1], 2),
+        ([0, 1, 2**31 - 1], [2**31 - 1, 1], 2),
+    ],
+)
+@pytest.mark.parametrize("num_tokens", [0, 3])
+@pytest.mark.parametrize("where", [np.asarray, jnp.asarray])
+def test_steps_without_work_or_past_their_tables_write_nothing(starts, lengths, rows, num_tokens, where):
+    tables = [where(np.full((rows, 2), 7, np.int32)) for _ in LAYOUT.groups]
+    step = StepMetadata.build(
+        LAYOUT, tables, where(np.int32(starts)), where(np.int32(lengths)), num_tokens=num_tokens, max_model_len=MAX_LEN
+    )
+    for name, page in LAYOUT.pages.items():
+        slots = np.asarray(step.slots(name))
+        last = 8 * page.storage_block_size
+        assert slots.shape == (num_tokens,) and ((slots == -1) | (slots >= last - page.storage_block_size)).all()
+        assert (slots < last).all()
+        written = np.flatnonzero(slots >= 0)
+        assert len(written) == 0 or (len(lengths) == 2 and lengths[1] == 1 and written.tolist() == [1])
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        (lambda ts: ts + ts[:1], r"\d block tables for \d groups; give one per group, in order"),
+        (lambda ts: [], "0 block tables"),
+        (lambda ts: np.asarray(ts[0]), "3 block tables"),
+        (lambda ts: [t.astype(np.float32) for t in ts], "block_table has dtype float32"),
+        (lambda ts: [t > 0 for t in ts], "block_table has dtype bool"),
+        (lambda ts: [jnp.asarray(t, jnp.int16) for t in ts], "block_table has dtype int16; pass int32"),
+        (lambda ts: [t.astype(np.int64) + 2**31 for t in ts], "do not fit in int32"),
+        (lambda ts: [t[0] for t in ts], r"block_table has shape \(\d+,\); it must have 2 dimension"),
+        (lambda ts: [np.concatenate([t, t]) for t in ts], "block_table has 6 rows for 3 requests"),
+    ],
+)
+def test_tables_that_cannot_be(tables, message):
+    with pytest.raises(ValueError, match=message):
+        _build(LAYOUT, tables([np.asarray(table) for table in tables_for(LAYOUT)]))
+    with pytest.raises(ValueError, match=message):
+        rope = RopeTables.make(ModelConfig.preset("deepseek-v4-flash").rope, MAX_LEN)
+        given = tables([np.asarray(table) for table in tables_for(LAYOUT)])
+        Step.build(LAYOUT, rope, given, np.int32([0, 1, 2, 3]), np.int32([9, 700, 3]), num_tokens=TOKENS)
+
+
+def test_tables_may_be_any_iterable():
+    tables = tables_for(LAYOUT)
+    chex.assert_trees_all_equal(_build(LAYOUT, iter(tables)), _build(LAYOUT, tables))
 
 
 def test_a_pytree_that_traces_once():
@@ -179,6 +257,9 @@ def test_refusals():
         _build(LAYOUT, max_model_len=0)
     with pytest.raises(ValueError, match="no layer 'nope' here"):
         _build(LAYOUT).slots("nope")
+    for layer, ratio in ((pages.SWA, 1), (pages.STATES[0], 1), (pages.C128A, 128)):
+        with pytest.raises(ValueError, match=f"layer '{layer}' has no indexer that picks rows: .* is {ratio}"):
+            _build(LAYOUT).picked(layer, jnp.zeros((TOKENS, 4), jnp.int32))
     for ask in ("window", "dense"):
         with pytest.raises(ValueError, match=f"layer '{pages.C4A}' has no '{ask}' indices: its compress ratio is 4"):
             getattr(_build(LAYOUT), ask)(pages.C4A)

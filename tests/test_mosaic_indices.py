@@ -105,6 +105,14 @@ def test_each_by_itself(name, table, options):
     check(function, tables(np.random.default_rng(1), 3)[table], starts, lens)
 
 
+@pytest.mark.parametrize("starts", [[0, 5, 3, 3, 7], [2, 0, 6, 4, 7]])
+def test_starts_that_decrease(starts):
+    """Tokens that belong to no request are padding, as with XLA."""
+    lens = jnp.asarray([20, 30, 40, 50], jnp.int32)
+    function = functools.partial(kernels.slot_mapping, block_size=64, num_tokens=TOKENS)
+    check(function, tables(np.random.default_rng(1), 4)[0], jnp.asarray(starts, jnp.int32), lens)
+
+
 @pytest.mark.parametrize("width", [37, 1024, 0])
 def test_topk(width):
     rng = np.random.default_rng(2)

@@ -16,6 +16,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 PUBLIC = [
     "BlockPool",
+    "COMPILER_OPTIONS",
     "KVCache",
     "KVCacheGroup",
     "KVCacheManager",

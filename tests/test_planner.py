@@ -498,6 +498,10 @@ def test_group_refusals():
     ]:
         with pytest.raises(PlanError, match=message):
             explicit_groups(specs, names)
+    mixed = {"a": mla(), "w": sliding(), "b": mla(block_size=32)}
+    for layers, options in [(mixed, {}), ({"a": mla(), "b": mla(block_size=32)}, {}), (specs, {"block_size": 32})]:
+        with pytest.raises(PlanError, match=r"block sizes 16 \('a'\), 32 \('b'\), but share one block table"):
+            group_layers(layers, hybrid="block_size" not in options, **options)
     with pytest.raises(PlanError, match=r"draft layers \['x'\]"):
         group_layers(specs, draft_layers=["x"])
     with pytest.raises(PlanError, match="alignments"):

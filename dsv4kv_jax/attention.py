@@ -5,17 +5,21 @@ index scoring, attention. Every write but the first follows from a read of the s
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dsv4kv_jax import compressor, indexer
+from dsv4kv_jax import indexer
 from dsv4kv_jax._pytrees import pytree
 from dsv4kv_jax.cache import KVCache
+from dsv4kv_jax.compressor import Compression, compress
+from dsv4kv_jax.kernels._implementation import choose
 from dsv4kv_jax.kernels.attention import sparse_attention
 from dsv4kv_jax.kernels.codecs import ScaleFloor
 from dsv4kv_jax.kernels.floats import round_to_bfloat16
+from dsv4kv_jax.kernels.rows import RowWrite, StateRows, insert_many
 from dsv4kv_jax.rope import rotate
 from dsv4kv_jax.step import Step
 from dsv4kv_jax.weights import CompressorWeights, LayerWeights
@@ -33,7 +37,8 @@ class AttentionLayer:
       eps: of the compressor's RMSNorm.
       use_hadamard: transform indexer queries and keys before quantising them; a cache is all one or all the other.
       scale_floor: of the compressed rows; by default `insert_rows`' choice, `"scale"`.
-      implementation: of the attention; see `sparse_attention`.
+      implementation: of everything that has several, as for `kernels.insert_rows`: `"xla"`, `"mosaic_gpu"`, or None for
+        the default of each operation.
     """
 
     name: str
@@ -153,35 +158,23 @@ def cached_attention(
 def update_cache(
     cache: KVCache, layer: AttentionLayer, weights: LayerWeights, step: Step, inputs: LayerInputs
 ) -> KVCache:
-    """Writes window rows, states, and the compressed rows and keys of the groups that this step completes."""
+    """Writes window rows, states, and the compressed rows and keys of the groups that this step completes.
+
+    Like every step's, the tokens' (request, position) pairs differ, and the block that a request writes to is its own:
+    no two rows go to one place.
+    """
     rows = rotate(inputs.kv.astype(jnp.float32), step.cos_sin(layer.compress_ratio))
-    cache = cache.insert_rows(layer.window_cache, step.metadata.slots(layer.window_cache), rows)
-    return cache if layer.compress_ratio == 1 else update_compressed(cache, layer, weights, step, inputs)
+    window = RowWrite(cache.page(layer.window_cache), step.metadata.slots(layer.window_cache), rows)
+    cache = _insert(cache, layer, [window, *_state_writes(cache, layer, weights, step, inputs)])
+    return _insert_compressed(cache, layer, weights, step)
 
 
 def update_compressed(
     cache: KVCache, layer: AttentionLayer, weights: LayerWeights, step: Step, inputs: LayerInputs
 ) -> KVCache:
     """The compressor's part of `update_cache`: saves states, then compresses, and for C4A the same for the keys."""
-    assert inputs.compressor is not None
-    assert weights.compressor is not None
-    # All states first: no read lies between these writes, so none of them has to wait for one.
-    cache = _save_states(cache, layer.state_cache, weights.compressor, step, inputs.compressor)
-    if layer.compress_ratio == 4:
-        assert inputs.index is not None
-        assert weights.indexer is not None
-        cache = _save_states(cache, layer.key_state_cache, weights.indexer.compressor, step, inputs.index.compressor)
-    slots = step.boundaries(cache.page(layer.name)).slots
-    # Rounded to bfloat16 before they are quantised, whatever the format.
-    rows = round_to_bfloat16(_compressed_rows(cache, layer, layer.state_cache, weights.compressor, step))
-    cache = cache.insert_rows(layer.name, slots, rows, scale_floor=layer.scale_floor)
-    if layer.compress_ratio == 4:
-        assert weights.indexer is not None
-        keys = _compressed_rows(cache, layer, layer.key_state_cache, weights.indexer.compressor, step)
-        keys = indexer.hadamard(keys) if layer.use_hadamard else keys
-        key_slots = step.boundaries(cache.page(layer.key_cache)).slots  # keys may be in another group than latents
-        cache = cache.insert_rows(layer.key_cache, key_slots, round_to_bfloat16(keys))
-    return cache
+    cache = _insert(cache, layer, _state_writes(cache, layer, weights, step, inputs))
+    return _insert_compressed(cache, layer, weights, step)
 
 
 def select_compressed(cache: KVCache, layer: AttentionLayer, step: Step, inputs: LayerInputs) -> Selection | None:
@@ -192,7 +185,11 @@ def select_compressed(cache: KVCache, layer: AttentionLayer, step: Step, inputs:
         return Selection.of(step.metadata.dense(layer.name))
     assert inputs.index is not None
     codes, folded = indexer.fold_query(
-        inputs.index.q, inputs.index.weights, step.cos_sin(4), use_hadamard=layer.use_hadamard
+        inputs.index.q,
+        inputs.index.weights,
+        step.cos_sin(4),
+        use_hadamard=layer.use_hadamard,
+        implementation="xla" if layer.use_hadamard else layer.implementation,  # there is no kernel with that transform
     )
     top = indexer.select_top_k(
         cache,
@@ -203,8 +200,9 @@ def select_compressed(cache: KVCache, layer: AttentionLayer, step: Step, inputs:
         folded,
         step.visible(4),
         top_k=layer.top_k,
+        implementation=layer.implementation,
     )
-    return Selection.of(step.metadata.picked(layer.name, top))
+    return Selection.of(step.metadata.picked(layer.name, top, implementation=layer.implementation))
 
 
 def attend(
@@ -241,22 +239,70 @@ def attend(
     return Captured(q=q, window=window, compressed=compressed, sink=sink, cos_sin=cos_sin, out=out, lse=lse)
 
 
-def _save_states(
-    cache: KVCache, name: str, weights: CompressorWeights, step: Step, inputs: CompressorInputs
-) -> KVCache:
-    slots = step.metadata.slots(name)
-    return compressor.save_states(cache, name, slots, step.metadata.positions, inputs.kv, inputs.score, weights.ape)
+def _insert(cache: KVCache, layer: AttentionLayer, writes: Sequence[RowWrite]) -> KVCache:
+    """One launch for all of `writes`, where their pages are in one slab."""
+    for buffer, slab in enumerate(cache.slabs):
+        inside = [write for write in writes if write.page.buffer == buffer]
+        if inside:
+            slab = insert_many(slab, inside, unique_slots=True, implementation=layer.implementation)
+            cache = cache.with_slab(slab, buffer)
+    return cache
 
 
-def _compressed_rows(
-    cache: KVCache, layer: AttentionLayer, state: str, weights: CompressorWeights, step: Step
-) -> jax.Array:
-    return compressor.compress(
-        cache,
-        state,
-        step.metadata.block_table(state),
-        step.boundaries(cache.page(layer.name)),
-        norm=weights.norm,
-        rope_table=step.rope.of(layer.compress_ratio),
-        eps=layer.eps,
-    )
+def _state_writes(
+    cache: KVCache, layer: AttentionLayer, weights: LayerWeights, step: Step, inputs: LayerInputs
+) -> list[RowWrite]:
+    def write(name: str, weights: CompressorWeights, inputs: CompressorInputs) -> RowWrite:
+        rows = StateRows(inputs.kv, inputs.score, weights.ape, step.metadata.positions)
+        return RowWrite(cache.page(name), step.metadata.slots(name), rows)
+
+    writes = []
+    if layer.compress_ratio > 1:
+        assert weights.compressor is not None
+        assert inputs.compressor is not None
+        writes.append(write(layer.state_cache, weights.compressor, inputs.compressor))
+    if layer.compress_ratio == 4:
+        assert weights.indexer is not None
+        assert inputs.index is not None
+        writes.append(write(layer.key_state_cache, weights.indexer.compressor, inputs.index.compressor))
+    return writes
+
+
+def _insert_compressed(cache: KVCache, layer: AttentionLayer, weights: LayerWeights, step: Step) -> KVCache:
+    """Writes the compressed rows, and for C4A the keys, of the groups that this step completes."""
+    if layer.compress_ratio == 1:
+        return cache
+    assert weights.compressor is not None
+    found = step.boundaries(cache.page(layer.name))
+    wanted = [(layer.name, layer.state_cache, weights.compressor)]
+    if layer.compress_ratio == 4:
+        assert weights.indexer is not None
+        wanted.append((layer.key_cache, layer.key_state_cache, weights.indexer.compressor))
+    # Kernels read for both caches in one launch. XLA does one cache after the other: were all states read first, the
+    # first write would not depend on the second read, and XLA would copy the slab for it.
+    at_once = len(wanted) if choose(layer.implementation, "window_means") == "mosaic_gpu" else 1
+    for start in range(0, len(wanted), at_once):
+        batch = wanted[start : start + at_once]
+        compressions = [
+            Compression(
+                states=states,
+                block_table=step.metadata.block_table(states),
+                boundaries=found,
+                norm=weights.norm,
+                rope_table=step.rope.of(layer.compress_ratio),
+            )
+            for _, states, weights in batch
+        ]
+        rows = compress(cache, compressions, eps=layer.eps, implementation=layer.implementation)
+        writes = [_compressed_write(cache, layer, name, step, row) for (name, *_), row in zip(batch, rows, strict=True)]
+        cache = _insert(cache, layer, writes)
+    return cache
+
+
+def _compressed_write(cache: KVCache, layer: AttentionLayer, name: str, step: Step, rows: jax.Array) -> RowWrite:
+    page = cache.page(name)
+    if is_key := name == layer.key_cache:
+        rows = indexer.hadamard(rows) if layer.use_hadamard else rows
+    # Keys may be in another group than latents. Rounded to bfloat16 before they are quantised, whatever the format.
+    slots, rows = step.boundaries(page).slots, round_to_bfloat16(rows)
+    return RowWrite(page, slots, rows, None if is_key else layer.scale_floor)

@@ -6,8 +6,6 @@
 "lightning indexer" as vLLM folds it for DeepGEMM's `fp8_paged_mqa_logits`.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +15,12 @@ from dsv4kv_jax.cache import KVCache
 from dsv4kv_jax.kernels import codecs
 from dsv4kv_jax.kernels._chunks import map_chunks
 from dsv4kv_jax.kernels._dots import einsum_f32
-from dsv4kv_jax.kernels.rows import gather_sequence
+from dsv4kv_jax.kernels._implementation import Implementation, mosaic_kernel
+from dsv4kv_jax.kernels.index_scores import index_scores
+from dsv4kv_jax.kernels.top_k import top_k_indices
 from dsv4kv_jax.rope import rotate
-from dsv4kv_jax.top_k import TopKMethod, top_k_indices
 
-_WORKSPACE_BYTES = 1 << 28  # keys and per-head scores held at a time
-_TILE_TOKENS = 64  # most query tokens of one request that share one reading of its keys
+_WORKSPACE_BYTES = 1 << 28  # scores held at a time
 
 
 def hadamard(x: jax.Array) -> jax.Array:
@@ -39,7 +37,12 @@ def hadamard(x: jax.Array) -> jax.Array:
 
 
 def fold_query(
-    q: jax.Array, weights: jax.Array, cos_sin: jax.Array, *, use_hadamard: bool = False
+    q: jax.Array,
+    weights: jax.Array,
+    cos_sin: jax.Array,
+    *,
+    use_hadamard: bool = False,
+    implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Quantises the indexer's queries and folds all scales into the head weights.
 
@@ -48,11 +51,24 @@ def fold_query(
       weights: float32 `[T, H]`, the head weights as projected.
       cos_sin: float32 `[T, 64]`, the layer's rope table at each token's position.
       use_hadamard: rotate by `hadamard` after RoPE, as the keys must have been.
+      implementation: `"xla"`, `"mosaic_gpu"`, or None for the default. The kernel takes bfloat16 queries of 128 values
+        without `use_hadamard`. Where the last bit of a rotated value decides about a rounding, the two may differ.
 
     Returns:
       bfloat16 `[T, H, D]`, the fp8 codes as numbers, and float32 `[T, H]`, weights times the query's scale, `D**-0.5`
       and `H**-0.5`.
+
+    Raises:
+      ValueError: an implementation that cannot take these arguments.
     """
+    if kernel := mosaic_kernel("fold_query", implementation):
+        from dsv4kv_jax.kernels import mosaic_fold_query  # Pallas takes a second to import
+
+        reason = mosaic_fold_query.why_not(q, cos_sin, use_hadamard)
+        if reason is None:
+            return kernel(q, weights, cos_sin)
+        if implementation is not None:
+            raise ValueError(f"implementation={implementation!r}: {reason}; use 'xla' or None")
     _, heads, dim = q.shape
     q = rotate(q.astype(jnp.float32), cos_sin[:, None])
     if use_hadamard:
@@ -60,7 +76,7 @@ def fold_query(
     codes, scale = codecs.encode(formats.INDEXER_FP8, q)  # a query head is quantised as an fp8 key is
     codes = codecs.from_words(codes, jnp.float8_e4m3fn).astype(jnp.bfloat16)
     scale = codecs.from_words(scale, jnp.float32)[..., 0]
-    return codes, weights * scale * jnp.float32(dim**-0.5) * jnp.float32(heads**-0.5)
+    return codes, weights * scale * jnp.float32((dim * heads) ** -0.5)
 
 
 def select_top_k(
@@ -73,12 +89,12 @@ def select_top_k(
     visible: jax.Array,
     *,
     top_k: int,
-    method: TopKMethod = "sort",
+    implementation: Implementation | None = None,
 ) -> jax.Array:
     """The compressed entries that each token attends to: exactly the `top_k` with the best scores, or all it can see.
 
-    The work grows with `block_table`'s width, so pass no more columns than the longest request needs. Tokens of one
-    request share one reading of its keys. Where the table cannot hold more than `top_k` entries nothing is scored.
+    The work grows with `block_table`'s width, so pass no more columns than the longest request needs. Where the table
+    cannot hold more than `top_k` entries nothing is scored.
 
     Args:
       cache: the cache, with this step's keys written.
@@ -88,7 +104,7 @@ def select_top_k(
       codes, weights: from `fold_query`.
       visible: int32 `[T]`, entries each token can see, `(position + 1) // 4`; 0 for padding.
       top_k: entries to keep.
-      method: how the best are found; see `top_k_indices`.
+      implementation: `"xla"`, `"mosaic_gpu"`, or None for the default of each operation.
 
     Returns:
       int32 `[T, top_k]`, entry numbers within the request, left-packed, then -1. All visible entries in order where
@@ -96,63 +112,15 @@ def select_top_k(
     """
     page = cache.page(layer)
     num_keys = block_table.shape[1] * page.storage_block_size
-    if num_keys <= top_k:
-        return top_k_indices(jnp.zeros((*visible.shape, 0)), visible, top_k)
-    num_tokens, heads, dim = codes.shape
-    tiles = _Tiles.cut(query_start_loc, num_tokens, max(_WORKSPACE_BYTES // (heads * num_keys * 4), 1))
+    if num_keys <= top_k or not visible.shape[0]:
+        return top_k_indices(jnp.zeros((*visible.shape, num_keys), jnp.float32), visible, top_k)
 
-    def of_tiles(request: jax.Array, tokens: jax.Array) -> jax.Array:
-        def pick(array: jax.Array) -> jax.Array:
-            return array.at[tokens].get(mode="fill", fill_value=0)
+    def of_tokens(token: jax.Array, codes: jax.Array, weights: jax.Array, visible: jax.Array) -> jax.Array:
+        # What the requests own of these tokens, which follow one another.
+        here = jnp.clip(query_start_loc - token[0], 0, token.shape[0])
+        slab = cache.slabs[page.buffer]
+        scores = index_scores(slab, page, block_table, here, codes, weights, visible, implementation=implementation)
+        return top_k_indices(scores, visible, top_k, implementation=implementation)
 
-        seen = pick(visible)
-        table = block_table.at[request].get(mode="fill", fill_value=-1)
-        keys = gather_sequence(
-            cache.slabs[page.buffer], page, table, jnp.max(seen, axis=1), max_rows=num_keys, dtype=jnp.bfloat16
-        )
-        # Codes and keys are exact in bfloat16, so only the sum over D is rounded.
-        dots = einsum_f32("gchd,gnd->gchn", pick(codes), keys)
-        scores = jnp.sum(jnp.maximum(dots, 0) * pick(weights)[..., None], axis=2)
-        return top_k_indices(scores, seen, top_k, method=method)
-
-    tile_bytes = num_keys * (tiles.tokens.shape[1] * heads * 4 + dim * 2)
-    picked = map_chunks(of_tiles, (tiles.request, tiles.tokens), max(_WORKSPACE_BYTES // tile_bytes, 1))
-    return picked.reshape(-1, top_k).at[tiles.place].get(mode="fill", fill_value=-1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Tiles:
-    """A step's tokens cut into tiles of at most C tokens of one request.
-
-    Attributes:
-      request: int32 `[N]`, the tile's request; R for unused tiles.
-      tokens: int32 `[N, C]`, its tokens; T where there is none.
-      place: int32 `[T]`, where each token is in `tokens.reshape(-1)`; past the end for padding.
-    """
-
-    request: jax.Array
-    tokens: jax.Array
-    place: jax.Array
-
-    @classmethod
-    def cut(cls, query_start_loc: jax.Array, num_tokens: int, most_tokens: int) -> "_Tiles":
-        num_requests = query_start_loc.shape[0] - 1
-        size = min(_TILE_TOKENS, most_tokens, max(num_tokens // max(num_requests, 1), 1))
-        num_tiles = (num_tokens + num_requests * (size - 1)) // size
-        starts, stops = query_start_loc[:-1], query_start_loc[1:]
-        tiles_of = (stops - starts + (size - 1)) // size
-        last = jnp.cumsum(tiles_of, dtype=jnp.int32)
-        first = last - tiles_of
-        tile = jnp.arange(num_tiles, dtype=jnp.int32)
-        request = jnp.searchsorted(last, tile, side="right").astype(jnp.int32)
-
-        def of(array: jax.Array, request: jax.Array) -> jax.Array:
-            return array.at[request].get(mode="fill", fill_value=0)
-
-        begin = of(starts, request) + (tile - of(first, request)) * size
-        tokens = begin[:, None] + jnp.arange(size, dtype=jnp.int32)
-        tokens = jnp.where(tokens < of(stops, request)[:, None], tokens, num_tokens)
-        token = jnp.arange(num_tokens, dtype=jnp.int32)
-        owner = jnp.searchsorted(stops, token, side="right").astype(jnp.int32)
-        place = of(first, owner) * size + token - of(starts, owner)
-        return cls(request=request, tokens=tokens, place=jnp.where(owner < num_requests, place, num_tiles * size))
+    token = jnp.arange(visible.shape[0], dtype=jnp.int32)
+    return map_chunks(of_tokens, (token, codes, weights, visible), max(_WORKSPACE_BYTES // (num_keys * 4), 1))

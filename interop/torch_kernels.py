@@ -20,6 +20,7 @@ from dsv4kv_jax.kernels import _compat, codecs
 from dsv4kv_jax.kernels.codecs import ScaleFloor
 from dsv4kv_jax.kernels.rows import default_scale_floor
 from dsv4kv_jax.layout import PageLayout
+from dsv4kv_jax.specs import round_up
 
 MIN_ROWS = 16  # of a launch
 MAX_ROWS = 8192  # of a launch that inserts; longer inputs are several launches, in order
@@ -89,7 +90,7 @@ def insert_rows(
         part = torch.nn.functional.pad(part, (0, 0, 0, size - len(part)))
         kernel, operands = _insert_kernel(_where(page), floor, size)
         inputs = [part.view(getattr(torch, operand.dtype.name)).view(operand.shape) for operand in operands]
-        _launchable(kernel)(_padded(some, -(-size // 256) * 256), offset, *inputs, pages)
+        _launchable(kernel)(_padded(some, round_up(size, 256)), offset, *inputs, pages)
 
 
 def _check(views: TensorViews, layer: str) -> tuple[PageLayout, Any]:
@@ -132,17 +133,17 @@ def _gather_kernel(where: Any, dtype: str, fill: float, num_rows: int) -> tuple[
 @functools.cache
 def _insert_kernel(where: Any, scale_floor: ScaleFloor, num_rows: int) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
     """(the kernel, the shapes in which it takes the rows); its last argument is written in place."""
-    from dsv4kv_jax.kernels import mosaic_insert, mosaic_lanes
+    from dsv4kv_jax.kernels import mosaic_encoders, mosaic_insert, mosaic_lanes
 
-    encoders = []
+    found = []
 
     def operands(rows: jax.Array) -> tuple[jax.Array, ...]:
-        encoders.append(mosaic_insert._encoder(where.format, rows, scale_floor, jnp.ones(1, jnp.float32)))
-        return encoders[-1].operands
+        found.extend(mosaic_encoders.encoders(where.format, rows, scale_floor, jnp.ones(1, jnp.float32)))
+        return found[-1].operands
 
     rows = jax.ShapeDtypeStruct((num_rows, where.format.num_values), _stored_dtype(where.format))
     shapes = jax.eval_shape(operands, rows)
-    span = mosaic_insert._Span(where, encoders[-1], 0, num_rows)
+    span = mosaic_insert._Span(where, found[-1], 0, num_rows)
     body = functools.partial(mosaic_insert._insert_body, spans=(span,), unique_slots=False)
     call = mosaic_lanes.kernel(body, name="insert_rows", out_type=(), grid=(span.num_programs,))
 

@@ -17,6 +17,7 @@ MOSAIC_MODULES: Mapping[str, str] = types.MappingProxyType(
         "insert_rows": "mosaic_insert",
         "insert_many": "mosaic_insert",
         "gather_rows": "mosaic_gather",
+        "window_means": "mosaic_states",
         "copy_blocks": "mosaic_blocks",
         "zero_blocks": "mosaic_blocks",
         "slot_mapping": "mosaic_indices",
@@ -28,6 +29,9 @@ MOSAIC_MODULES: Mapping[str, str] = types.MappingProxyType(
         "flashinfer_indices": "mosaic_indices",
         "step_indices": "mosaic_indices",
         "sparse_attention": "mosaic_attention",
+        "fold_query": "mosaic_fold_query",
+        "index_scores": "mosaic_index_scores",
+        "top_k_indices": "mosaic_top_k",
     }
 )
 

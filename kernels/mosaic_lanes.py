@@ -99,6 +99,15 @@ def word_layout(values: int) -> Any:
     return plgpu.Layout.TILED(tiling, warp_dims=(-6,), lane_dims=(-3, -2), vector_dim=-1)
 
 
+def held_layout(rows: int, values: int) -> Any:
+    """Registers of a tile `[rows, units, values]`, units in multiples of 128: a lane holds a unit of all rows.
+
+    Reduced layouts as in `word_layout`.
+    """
+    tiling = plgpu.Tiling(((rows, LANES, values), (rows, _LANES_PER_WARP, values)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-2,), vector_dim=-1)
+
+
 def line_layout(size: int) -> Any:
     """Registers of a vector `[size]`, a multiple of `LANES`: neighbouring values in neighbouring lanes."""
     return plgpu.Layout.WG_STRIDED((size,), vec_size=1)
@@ -141,11 +150,43 @@ def lane_load(ref: Any, block: jax.Array, word: jax.Array, layout: Any, *, strea
     def load(_: Any, ref: Any, block: Any, word: Any) -> Any:
         registers = np.empty_like(block.registers)
         for index, valid, offset in _addresses(ref, block, word):
-            registers[index] = _load_register(ref, valid, offset, _length(block.registers[index]), streaming)
+            registers[index] = _load_register(ref, valid, offset, _length(block.registers[index]), space)
         return mgpu.FragmentedArray(_registers=registers, _layout=block.layout, _is_signed=is_signed)
 
-    is_signed = bool(jnp.issubdtype(ref.dtype, jnp.signedinteger)) if jnp.issubdtype(ref.dtype, jnp.integer) else None
+    space, is_signed = f"global.nc{'.L1::no_allocate' * streaming}", _is_signed(ref.dtype)
     return load(ref, *_in_layout(layout, block.astype(jnp.int32), word.astype(jnp.int32)))
+
+
+def lane_loads(ref: Any, block: jax.Array, words: Sequence[jax.Array], layout: Any) -> tuple[jax.Array, ...]:
+    """Several `lane_load`s of the same blocks, all of which are under way before the first value can be used.
+
+    Left to itself, the compiler puts off loads until their values are needed, and waits several times.
+    """
+    if is_interpreted():
+        return tuple(lane_load(ref, block, word, layout) for word in words)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), layout, [layout] * len(words)),
+        return_type=[plgpu.ShapeDtypeStruct(block.shape, ref.dtype, layout=layout)] * len(words),
+    )
+    def load(_: Any, ref: Any, block: Any, words: list[Any]) -> Any:
+        loaded = [np.empty_like(block.registers) for _ in words]
+        for word, registers in zip(words, loaded, strict=True):
+            for index, valid, offset in _addresses(ref, block, word):
+                length = _length(block.registers[index])
+                registers[index] = _load_register(ref, valid, offset, length, "global.L1::no_allocate")
+        zero = _zero_after_barrier()
+        for registers in loaded:
+            for index, register in np.ndenumerate(registers):
+                registers[index] = _xor(register, zero)
+        return [
+            mgpu.FragmentedArray(_registers=registers, _layout=block.layout, _is_signed=is_signed)
+            for registers in loaded
+        ]
+
+    is_signed = _is_signed(ref.dtype)
+    block, *words = _in_layout(layout, block.astype(jnp.int32), *(word.astype(jnp.int32) for word in words))
+    return tuple(load(ref, block, words))
 
 
 def lane_store(ref: Any, block: jax.Array, word: jax.Array, values: jax.Array, layout: Any, *, hint: str = "") -> None:
@@ -164,6 +205,10 @@ def lane_store(ref: Any, block: jax.Array, word: jax.Array, values: jax.Array, l
             _store_register(ref, valid, offset, values.registers[index], hint)
 
     store(ref, *_in_layout(layout, block.astype(jnp.int32), word.astype(jnp.int32), values))
+
+
+def _is_signed(dtype: Any) -> bool | None:
+    return bool(jnp.issubdtype(dtype, jnp.signedinteger)) if jnp.issubdtype(dtype, jnp.integer) else None
 
 
 def _in_layout(layout: Any, *tiles: jax.Array) -> list[jax.Array]:
@@ -203,7 +248,7 @@ def _ptx_words(count: int, first: int) -> str:
     return f".v{count}.b32 {{{words}}}" if count > 1 else f".b32 {words}"
 
 
-def _load_register(ref: Any, valid: Any, offset: Any, length: int, streaming: bool) -> Any:
+def _load_register(ref: Any, valid: Any, offset: Any, length: int, space: str) -> Any:
     element = ir.MemRefType(ref.type).element_type
     i32 = ir.IntegerType.get_signless(32)
     words = length * mgpu.bitwidth(element) // 32
@@ -214,12 +259,27 @@ def _load_register(ref: Any, valid: Any, offset: Any, length: int, streaming: bo
     text = (
         "{ .reg .b64 address; .reg .pred valid; "
         f"add.s64 address, ${words}, ${words + 1}; and.pred valid, ${words + 2}, ${words + 2}; {zero} "
-        f"@valid ld.global.nc{'.L1::no_allocate' * streaming}{kind} {target}, [address]; }}"
+        f"@valid ld.{space}{kind} {target}, [address]; }}"
     )
     pointer = mgpu.utils.memref_ptr(ref)
-    loaded = mgpu.utils.inline_ptx(text, pointer, offset, valid, result_types=[i32] * words)
+    options: Any = {"has_side_effects": not space.startswith("global.nc")}
+    loaded = mgpu.utils.inline_ptx(text, pointer, offset, valid, result_types=[i32] * words, **options)
     packed = vector.from_elements(ir.VectorType.get((words,), i32), list(loaded))
     return vector.bitcast(ir.VectorType.get((length,), element), packed)
+
+
+def _zero_after_barrier() -> Any:
+    """A zero that the compiler knows nothing of before all lanes have come here, so that nothing can be made of it."""
+    i32 = ir.IntegerType.get_signless(32)
+    text = f"{{ .reg .pred never; setp.ne.u32 never, 0, 0; bar.red.popc.u32 $0, 1, {LANES}, never; }}"
+    return mgpu.utils.inline_ptx(text, result_types=i32, has_side_effects=True, convergent=True)
+
+
+def _xor(register: Any, word: Any) -> Any:
+    """A register of 32-bit values, each of them combined with a word."""
+    i32 = ir.IntegerType.get_signless(32)
+    words = ir.VectorType.get((_length(register),), i32)
+    return vector.bitcast(register.type, arith.xori(vector.bitcast(words, register), vector.broadcast(words, word)))
 
 
 def _store_register(ref: Any, valid: Any, offset: Any, register: Any, hint: str) -> None:

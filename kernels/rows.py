@@ -29,7 +29,7 @@ def insert_rows(
     slab: jax.Array,
     page: PageLayout,
     slots: jax.Array,
-    rows: jax.Array,
+    rows: "jax.Array | StateRows",
     *,
     scale_floor: ScaleFloor | None = None,
     kv_scale: Any = 1.0,
@@ -43,7 +43,8 @@ def insert_rows(
       page: the layer's pages in it.
       slots: int32 `[T]`. A slot that is negative or past the pool writes nothing. Where a slot occurs several times,
         the last row wins.
-      rows: float32 or bfloat16 `[T, page.format.num_values]`, as `codecs.encode` takes them.
+      rows: float32 or bfloat16 `[T, page.format.num_values]`, as `codecs.encode` takes them; or `StateRows`, for pages
+        of compressor states.
       scale_floor: how small block scales are floored; by default as vLLM's CUDA writers do it: `"scale"` for C4A and
         C128A rows, `"amax"` for the others.
       kv_scale: per-tensor scale of plain fp8 pages.
@@ -61,6 +62,7 @@ def insert_rows(
     scale_floor = scale_floor or default_scale_floor(page)
     if kernel := mosaic_kernel("insert_rows", implementation, page):
         return kernel(slab, page, slots, rows, scale_floor=scale_floor, kv_scale=kv_scale, unique_slots=unique_slots)
+    rows = rows.joined() if isinstance(rows, StateRows) else rows
     sections = codecs.encode(page.format, rows, scale_floor=scale_floor, kv_scale=kv_scale)
     block, row, valid = locate(page, slots if unique_slots else keep_last(slots), slab.shape[0])
     # What is dropped gets a block past the end; a different one each, so that all windows are indeed distinct.
@@ -80,6 +82,27 @@ def insert_rows(
     return slab
 
 
+class StateRows(NamedTuple):
+    """State rows `[kv | score + ape[position % ratio]]` of a compressor, in parts that are joined as they are written.
+
+    Attributes:
+      kv, score: float32 `[T, W]`, the two projections of each token.
+      ape: float32 `[ratio, W]`, the learned position bias of the scores; row 0 belongs to a group's first token.
+      positions: int32 `[T]`; of a token that is not written, any number.
+    """
+
+    kv: Any
+    score: Any
+    ape: Any
+    positions: Any
+
+    def joined(self) -> jax.Array:
+        """The rows, float32 `[T, 2 * W]`."""
+        ratio = self.ape.shape[0]
+        bias = self.ape.at[jnp.maximum(self.positions, 0) % ratio].get(mode="promise_in_bounds")
+        return jnp.concatenate([self.kv, self.score + bias], axis=1)
+
+
 class RowWrite(NamedTuple):
     """Rows to write to the pages of one layer; the fields are arguments of `insert_rows`."""
 
@@ -93,7 +116,7 @@ class RowWrite(NamedTuple):
 def insert_many(
     slab: jax.Array, writes: Sequence[RowWrite], *, unique_slots: bool = False, implementation: str | None = None
 ) -> jax.Array:
-    """Does several `insert_rows` at once, such as those of a layer's window, its entries and its indexer's keys.
+    """Does several `insert_rows` at once, such as those of a layer's window and its compressors' states.
 
     A decode step writes few rows to many pages, so that most of its time goes into launches; the Mosaic GPU kernel
     needs one for all of them.
@@ -127,10 +150,29 @@ def _checked(slab: jax.Array, write: RowWrite) -> RowWrite:
     page, slots, rows, scale_floor, kv_scale = write
     check_page(slab, page)
     slots = as_int32("slots", slots, ndim=1)
+    if isinstance(rows, StateRows):
+        rows = _checked_states(page, slots.shape[0], rows)
+        return RowWrite(page, slots, rows, scale_floor or default_scale_floor(page), kv_scale)
     if np.ndim(rows) != 2 or np.shape(rows)[0] != slots.shape[0]:
         raise ValueError(f"rows have shape {np.shape(rows)} for {slots.shape[0]} slots; pass one row per slot")
     rows = codecs.as_rows(page.format, rows)
     return RowWrite(page, slots, rows, scale_floor or default_scale_floor(page), kv_scale)
+
+
+def _checked_states(page: PageLayout, num_tokens: int, rows: StateRows) -> StateRows:
+    fmt = page.format
+    if not (codecs.is_plain(fmt) and fmt.page_dtype == "float32" and fmt.num_values % 2 == 0):
+        raise ValueError(f"layer {page.name!r} has {fmt.name!r} rows; state rows go to float32 pages of even width")
+    width, ratio = fmt.num_values // 2, np.shape(rows.ape)[0] if np.ndim(rows.ape) else 0
+    shapes = {"kv": (num_tokens, width), "score": (num_tokens, width), "ape": (max(ratio, 1), width)}
+    arrays = {name: jnp.asarray(getattr(rows, name)) for name in shapes}
+    for name, shape in shapes.items():
+        if arrays[name].shape != shape or arrays[name].dtype != jnp.float32:
+            raise ValueError(
+                f"{name} is {arrays[name].dtype}{list(arrays[name].shape)}; state rows of layer {page.name!r} for "
+                f"{num_tokens} slots take float32{list(shape)}"
+            )
+    return StateRows(**arrays, positions=as_lengths("positions", rows.positions, size=num_tokens))
 
 
 def gather_rows(

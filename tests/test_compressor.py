@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4kv_jax import compressor
-from dsv4kv_jax.compressor import Boundaries, compress, max_boundaries, save_states
+from dsv4kv_jax import kernels
+from dsv4kv_jax.compressor import Boundaries, Compression, compress, max_boundaries
+from dsv4kv_jax.kernels import states
 from dsv4kv_jax.rope import rope_table, rotate
 
 STATES = {4: "model.layers.1.attn.compressor.state_cache", 128: "model.layers.2.attn.compressor.state_cache"}
@@ -26,7 +27,7 @@ def runner():
 
 @functools.partial(jax.jit, static_argnames=("layer", "ratio"), donate_argnames="cache")
 def save_and_compress(cache, layer, ratio, table, slots, positions, kv, score, ape, norm, rope, boundaries):
-    cache = save_states(cache, layer, slots, positions, kv, score, ape)
+    cache = cache.insert_rows(layer, slots, kernels.StateRows(kv, score, ape, positions), unique_slots=True)
     found = Boundaries(
         slots=boundaries,
         requests=boundaries * 0,
@@ -34,7 +35,8 @@ def save_and_compress(cache, layer, ratio, table, slots, positions, kv, score, a
         count=jnp.int32(len(boundaries)),
         compress_ratio=ratio,
     )
-    return cache, compress(cache, layer, table, found, norm=norm, rope_table=rope)
+    (rows,) = compress(cache, [Compression(layer, table, found, norm, rope)])
+    return cache, rows
 
 
 def run(runner, layer, ratio, inputs, boundaries, table=None):
@@ -128,7 +130,7 @@ def test_many_groups_in_a_loop_give_the_same_rows(runner, monkeypatch):
     inputs = runner.sequences[1][0].compressor
     boundaries = np.append(np.arange(3, 300, 4), [-1] * 9)
     _, want = run(runner, STATES[4], 4, inputs, boundaries)
-    monkeypatch.setattr(compressor, "_GROUPS_AT_ONCE", {4: 11, 128: 2})
+    monkeypatch.setattr(states, "_AT_ONCE", {8: 11})
     jax.clear_caches()
     _, rows = run(runner, STATES[4], 4, inputs, boundaries)
     np.testing.assert_array_equal(rows[:75], want[:75])

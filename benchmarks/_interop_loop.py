@@ -14,6 +14,7 @@ import torch
 import dsv4kv_jax
 from dsv4kv_jax import KVCache, kernels
 from dsv4kv_jax.interop import SharedSlab, flash_mla, lend, reference
+from dsv4kv_jax.specs import cdiv
 
 FLASH = dsv4kv_jax.ModelConfig.preset("deepseek-v4-flash")
 LAYERS = {1: "model.layers.0.attn", 4: "model.layers.2.attn", 128: "model.layers.3.attn"}
@@ -34,7 +35,7 @@ class Loop:
         ids = np.random.default_rng(ratio).permutation(np.arange(1, num_blocks)).astype(np.int32)
         self.tables = {}
         for page in self.pages():
-            columns = -(-self.max_len // page.spec.block_size)
+            columns = cdiv(self.max_len, page.spec.block_size)
             table, ids = ids[: count * columns].reshape(count, columns), ids[count * columns :]
             self.tables[page.name] = jnp.asarray(table)
         self.latents = {

@@ -13,20 +13,24 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One measurement in microseconds; `reference` names what it is compared with in the same run."""
+    """One measurement in microseconds; `reference` names what it is compared with in the same run.
+
+    `us` is None for a check that has no time. Such rows and those with `in_readme` off are not in the README's table.
+    """
 
     name: str
     case: str
     implementation: str
-    us: float
+    us: float | None
     bytes: int | None = None
     reference: str | None = None
     reference_us: float | None = None
     note: str | None = None
+    in_readme: bool = True
 
     @property
     def ratio(self) -> float | None:
-        return self.us / self.reference_us if self.reference_us else None
+        return self.us / self.reference_us if self.us is not None and self.reference_us else None
 
     def to_dict(self) -> dict[str, object]:
         return dataclasses.asdict(self) | {"ratio": self.ratio}
@@ -45,9 +49,9 @@ def table(rows: Sequence[Row]) -> str:
     lines = [f"{'row':<22} {'case':<44} {'implementation':<16} {'us':>12} {'reference':<24} {'us':>12} {'ratio':>7}"]
     for row in rows:
         ratio = f"{row.ratio:.3f}" if row.ratio is not None else "-"
-        reference_us = f"{row.reference_us:,.1f}" if row.reference_us is not None else "-"
+        us, reference_us = (f"{us:,.1f}" if us is not None else "-" for us in (row.us, row.reference_us))
         lines.append(
-            f"{row.name:<22} {row.case:<44} {row.implementation:<16} {row.us:>12,.1f} {row.reference or '-':<24} "
+            f"{row.name:<22} {row.case:<44} {row.implementation:<16} {us:>12} {row.reference or '-':<24} "
             f"{reference_us:>12} {ratio:>7}"
         )
     return "\n".join(lines)

@@ -1,11 +1,9 @@
 """The compressor, the indexer and a whole step's cache work at the sizes of DeepSeek-V4-Pro, against a measured copy.
 
-    python benchmarks/bench_model.py --json --output benchmarks/results/model-h200.json --plot docs/step.png
-    python benchmarks/bench_model.py --check
+    python benchmarks/bench_model.py --json --output benchmarks/results/model-h200.json
 
 The reference of every row is the time that the bytes it must move take at the rate of a plain copy of 1 GiB, measured
-in the same run. `--check` decodes 1,000 tokens with a bfloat16 and a float32 model of the same weights and compares
-them.
+in the same run. `plot_step.py` draws the steps.
 """
 
 import argparse
@@ -15,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, get_args
+from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # the 1M cache takes half of an H200
 
@@ -23,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _results import Row, report
-from _timing import jax_us
+from _timing import Time, jax_time, jax_us
 
 import dsv4kv_jax as dsv4
 from dsv4kv_jax.attention import (
@@ -35,15 +33,13 @@ from dsv4kv_jax.attention import (
     update_cache,
     update_compressed,
 )
-from dsv4kv_jax.decode import allocate_block_tables, decode, prefill
 from dsv4kv_jax.groups import group_layers
 from dsv4kv_jax.indexer import fold_query, select_top_k
+from dsv4kv_jax.kernels._implementation import Implementation, choose
 from dsv4kv_jax.layout import PackedLayout
-from dsv4kv_jax.model import Model, miniature
 from dsv4kv_jax.rope import RopeTables
-from dsv4kv_jax.specs import layer_specs
+from dsv4kv_jax.specs import cdiv, layer_specs
 from dsv4kv_jax.step import Step
-from dsv4kv_jax.top_k import TopKMethod
 from dsv4kv_jax.weights import CompressorWeights, IndexerWeights, LayerWeights
 
 PRO = dsv4.ModelConfig.preset("deepseek-v4-pro")
@@ -68,21 +64,23 @@ def layers_of(ratios: tuple[int, ...]) -> list[AttentionLayer]:
 
 def make_cache(layout: PackedLayout, num_blocks: int) -> dsv4.KVCache:
     """Random indexer keys of scale 2**-7, zeros elsewhere."""
-    pages = [page for page in layout.pages.values() if page.name.endswith("k_cache")]
+    rows, words = layout.buffers[0].shape(1)[1:]
+    is_code, is_scale = np.zeros((2, rows * words), bool)
+    for page in layout.pages.values():
+        if page.name.endswith("k_cache"):
+            codes = page.first_row * words
+            scales = codes + page.storage_block_size * 32
+            is_code[codes:scales] = True
+            is_scale[scales : scales + page.storage_block_size] = True
+    is_code, is_scale = (jnp.asarray(mask.reshape(rows, words)) for mask in (is_code, is_scale))
 
     def build() -> jax.Array:
         shape = layout.buffers[0].shape(num_blocks)
         block, row, word = (jax.lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in range(3))
         bits = block * jnp.uint32(2654435761) ^ row * jnp.uint32(2246822519) ^ word * jnp.uint32(3266489917)
         bits = (bits ^ (bits >> 15)) * jnp.uint32(2246822519)
-        codes, slab = (bits ^ (bits >> 13)) & jnp.uint32(0xB7B7B7B7), jnp.zeros(shape, jnp.uint32)
-        for page in pages:
-            at = (row - jnp.uint32(page.first_row)) * shape[2] + word  # large before the page: it wraps
-            data = page.storage_block_size * 32
-            slab = jnp.where((row >= page.first_row) & (at < data), codes, slab)
-            is_scale = (row >= page.first_row) & (at >= data) & (at < data + page.storage_block_size)
-            slab = jnp.where(is_scale, jnp.uint32(0x3C000000), slab)
-        return slab
+        bits = (bits ^ (bits >> 13)) & jnp.uint32(0xB7B7B7B7)
+        return jnp.where(is_code, bits, jnp.where(is_scale, jnp.uint32(0x3C000000), jnp.uint32(0)))
 
     return dsv4.KVCache(slabs=(jax.block_until_ready(jax.jit(build)()),), layout=layout)
 
@@ -91,11 +89,11 @@ def live_tables(layout: PackedLayout, lengths: list[int], new_tokens: int) -> tu
     """Block tables as a manager keeps them, blocks behind every window freed; and the blocks of the whole cache."""
     tables, first = [], 1
     for group in layout.groups:
-        width = max(-(-n // group.block_size) for n in lengths)
+        width = max(cdiv(n, group.block_size) for n in lengths)
         table = np.zeros((len(lengths), width), np.int32)
         for request, length in enumerate(lengths):
             oldest = 0 if group.sliding_window is None else max(length - new_tokens - group.sliding_window + 1, 0)
-            columns = np.arange(oldest // group.block_size, -(-length // group.block_size))
+            columns = np.arange(oldest // group.block_size, cdiv(length, group.block_size))
             table[request, columns] = first + np.arange(len(columns))
             first += len(columns)
         tables.append(jnp.asarray(table))
@@ -141,18 +139,25 @@ class Bench:
         us = jax_us(jax.jit(lambda x: x + jnp.uint32(1)), x, calls=1)
         self.bytes_per_us = 2 * size / us
         self.add(
-            Row(name="copy", case=f"{size >> 20} MiB, read and written", implementation="xla", us=us, bytes=2 * size)
+            Row(
+                name="copy",
+                case=f"{size >> 20} MiB, read and written",
+                implementation="xla",
+                us=us,
+                bytes=2 * size,
+                in_readme=False,
+            )
         )
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
         print(f"[{time.monotonic() - self.start:5.0f} s] {row}", file=sys.stderr, flush=True)
 
-    def measured(self, name: str, case: str, us: float, size: int, note: str | None = None) -> Row:
+    def measured(self, name: str, case: str, time: Time, size: int, *notes: str, implementation: str = "") -> Row:
         reference_us = size / self.bytes_per_us
         return Row(
-            name=name, case=case, implementation="xla", us=us, bytes=size, reference="its bytes at copy rate",
-            reference_us=reference_us, note=note,
+            name=name, case=case, implementation=implementation or choose(None, "window_means"), us=time.us, bytes=size,
+            reference="its bytes at copy rate", reference_us=reference_us, note="; ".join((*notes, time.note)),
         )  # fmt: skip
 
     def run(self, name: str, rows: Callable[["Bench"], Iterator[Row]]) -> None:
@@ -185,11 +190,11 @@ def compress_c4(bench: Bench) -> Iterator[Row]:
 
     state_bytes = tokens * (STATE[4] + KEY_STATE)
     size = 3 * state_bytes + tokens // 4 * (LATENT + KEY)  # read the projections, write the states, read them
-    us = jax_us(
+    taken = jax_time(
         jax.jit(program, donate_argnums=0), make_cache(layout, num_blocks), step, weights, inputs,
         calls=len(layers), donated=True,
     )  # fmt: skip
-    yield bench.measured("compress_c4", f"{tokens} tokens", us, size)
+    yield bench.measured("compress_c4", f"{tokens} tokens", taken, size)
 
 
 def index_topk(bench: Bench) -> Iterator[Row]:
@@ -201,28 +206,29 @@ def index_topk(bench: Bench) -> Iterator[Row]:
         cache = make_cache(layout, num_blocks)
         table = tables[layout.page(layer.key_cache).group]
         loc, visible = jnp.arange(requests + 1, dtype=jnp.int32), jnp.full(requests, length // 4, jnp.int32)
-        inputs = random_inputs(jax.random.key(2), requests, 4).index
+        inputs = [random_inputs(jax.random.key(seed), requests, 4).index for seed in (2, 3)]
         cos_sin = jnp.ones((requests, 64), jnp.float32)
 
         def program(
-            method: TopKMethod, cache: dsv4.KVCache, table: jax.Array, inputs: IndexerInputs, loc: Any = loc,
-            visible: Any = visible, cos_sin: Any = cos_sin,
+            implementation: Implementation, cache: dsv4.KVCache, table: jax.Array, inputs: list[IndexerInputs],
+            loc: Any = loc, visible: Any = visible, cos_sin: Any = cos_sin,
         ) -> list[jax.Array]:  # fmt: skip
-            picked, q = [], inputs.q
-            for _ in range(2):  # the second one's queries depend on the first one's picks
-                codes, folded = fold_query(q, inputs.weights, cos_sin)
+            picked, nudge = [], jnp.float32(0)
+            for each in inputs:
+                codes, folded = fold_query(each.q, each.weights + nudge, cos_sin, implementation=implementation)
                 picked.append(
                     select_top_k(
-                        cache, layer.key_cache, table, loc, codes, folded, visible, top_k=layer.top_k, method=method
+                        cache, layer.key_cache, table, loc, codes, folded, visible, top_k=layer.top_k,
+                        implementation=implementation,
                     )
-                )
-                q = q + (picked[-1][:, :1, None] % 3).astype(q.dtype)
+                )  # fmt: skip
+                nudge = (picked[-1][:, :1] % 3).astype(jnp.float32)  # the next one's scores depend on these picks
             return picked
 
-        for method in get_args(TopKMethod):
-            us = jax_us(jax.jit(functools.partial(program, method)), cache, table, inputs, calls=2)
-            row = bench.measured("index_topk", case, us, requests * (length // 4) * KEY)
-            yield dataclasses.replace(row, implementation=f"xla, {method}")
+        for implementation in dict.fromkeys(("xla", choose(None, "top_k_indices"))):
+            taken = jax_time(jax.jit(functools.partial(program, implementation)), cache, table, inputs, calls=2)
+            size = requests * (length // 4) * KEY
+            yield bench.measured("index_topk", case, taken, size, implementation=implementation)
         del cache
 
 
@@ -246,7 +252,10 @@ def step_all_layers(bench: Bench, name: str) -> Iterator[Row]:
         nudge = jnp.zeros((), jnp.bfloat16)
         for layer in layers:
             given = inputs[layer.compress_ratio]
-            given = dataclasses.replace(given, kv=given.kv + nudge)  # as in a model, after what the layer before read
+            # As in a model, after what the layer before read; and so that nothing is computed once for several layers.
+            given = dataclasses.replace(given, kv=given.kv + nudge)
+            if given.index is not None:
+                given = dataclasses.replace(given, index=dataclasses.replace(given.index, q=given.index.q + nudge))
             cache = update_cache(cache, layer, weights[layer.compress_ratio], step, given)
             picked = select_compressed(cache, layer, step, given)
             if picked is not None and layer.compress_ratio == 4:
@@ -258,13 +267,13 @@ def step_all_layers(bench: Bench, name: str) -> Iterator[Row]:
     begin = time.monotonic()
     lowered = jax.jit(program, donate_argnums=0).lower(cache, *arguments)
     traced = time.monotonic()
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options=dict(dsv4.COMPILER_OPTIONS))
     note = f"{num_blocks} blocks, traced in {traced - begin:.1f} s, compiled in {time.monotonic() - traced:.1f} s"
     if memory := compiled.memory_analysis():
         note += f", temporary {memory.temp_size_in_bytes >> 20} MiB of a {cache.nbytes >> 20} MiB slab"
-    us = jax_us(compiled, cache, *arguments, calls=1, donated=True)
+    measured = jax_time(compiled, cache, *arguments, calls=1, donated=True)
     yield bench.measured(
-        f"step_all_layers_{name}", f"{requests} requests at {length}, {len(layers)} layers", us,
+        f"step_all_layers_{name}", f"{requests} requests at {length}, {len(layers)} layers", measured,
         sum(step_bytes(requests, lengths, ratio) for ratio in ratios), note,
     )  # fmt: skip
 
@@ -280,72 +289,6 @@ def step_bytes(requests: int, lengths: list[int], ratio: int) -> int:
     return size
 
 
-def plot(rows: list[Row], path: str) -> None:
-    """Time of a step over the bytes it must move, with the copy rate as a line."""
-    from matplotlib.figure import Figure
-
-    steps = [row for row in rows if row.name.startswith("step_all_layers") and row.bytes and row.reference_us]
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.add_subplot()
-    gigabytes = [(row.bytes or 0) / 1e9 for row in steps]
-    axes.plot(gigabytes, [row.us / 1e3 for row in steps], "o-", label="one decode step, 61 layers")
-    axes.plot(gigabytes, [(row.reference_us or 0) / 1e3 for row in steps], "--", label="its bytes at copy rate")
-    for x, row in zip(gigabytes, steps, strict=True):
-        axes.annotate(row.name.rsplit("_", 1)[1], (x, row.us / 1e3), textcoords="offset points", xytext=(4, 6))
-    axes.set(xlabel="bytes that must be moved (GB)", ylabel="ms", xlim=(0, None), ylim=(0, None))
-    axes.legend()
-    figure.savefig(path, dpi=150)
-
-
-def check(args: argparse.Namespace) -> int:
-    """Greedy tokens of a bfloat16 and a float32 model of the same weights; explains where they part."""
-    config = miniature(dsv4.ModelConfig.preset("deepseek-v4-flash"), 4, hidden_size=1024, num_attention_heads=16)
-    config = dataclasses.replace(config, index_topk=64)
-    prompts, vocab = [300, 129, 7, 64], 512
-    longest = max(prompts) + args.steps
-    short = Model.random(config, jax.random.key(0), vocab_size=vocab, max_positions=longest)
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), short.weights)
-    models = {"bfloat16": short, "float32": Model.build(config, wide, vocab_size=vocab, max_positions=longest)}
-    layout = PackedLayout.from_groups(group_layers(layer_specs(config)))
-    ends = [n + args.steps for n in prompts]
-    num_blocks = 1 + sum(-(-n // group.block_size) for group in layout.groups for n in ends)
-    tables = allocate_block_tables(layout, ends, num_blocks)
-    text = [np.random.default_rng(i).integers(0, vocab, n).astype(np.int32) for i, n in enumerate(prompts)]
-
-    def fill(model: Model, parts: list[np.ndarray]) -> tuple[dsv4.KVCache, np.ndarray]:
-        starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])])
-        slab = jnp.zeros(layout.buffers[0].shape(num_blocks), jnp.uint32)
-        cache = dsv4.KVCache(slabs=(slab,), layout=layout)
-        cache, logits, _ = prefill(model, cache, np.concatenate(parts), starts, [len(part) for part in parts], tables)
-        return cache, np.asarray(logits)
-
-    tokens = {}
-    for name, model in models.items():
-        cache, logits = fill(model, text)
-        first = logits.argmax(axis=1).astype(np.int32)
-        _, rest, _ = decode(model, cache, first, prompts, tables, steps=args.steps)
-        tokens[name] = np.concatenate([first[None], np.asarray(rest)])
-    unexplained = 0
-    for request, prompt in enumerate(text):
-        a, b = (tokens[name][:, request] for name in ("float32", "bfloat16"))
-        differs = np.flatnonzero(a != b)
-        distinct = len(set(a.tolist()))
-        if not len(differs):
-            print(f"request {request}: {len(a)} tokens ({distinct} distinct) all equal")
-            continue
-        at = int(differs[0])
-        same = [np.append(prompt, a[:at]) if r == request else text[r] for r in range(len(text))]
-        exact, rounded = (fill(models[name], same)[1][request] for name in ("float32", "bfloat16"))
-        margin, error = exact[a[at]] - exact[b[at]], np.abs(exact - rounded).max()
-        explained = margin <= 2 * error
-        unexplained += not explained
-        print(
-            f"request {request}: {at} equal tokens ({distinct} distinct), then {a[at]} or {b[at]}; float32 tells them "
-            f"apart by {margin:.4f}, bfloat16 is off by up to {error:.4f}: {'near tie' if explained else 'UNEXPLAINED'}"
-        )
-    return 1 if unexplained else 0
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     names = ["compress_c4", "index_topk", *(f"step_all_layers_{name}" for name in STEPS)]
@@ -358,21 +301,14 @@ def main() -> int:
     parser.add_argument("--copy-bytes", type=int, default=1 << 30)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--output")
-    parser.add_argument("--plot", help="a picture of the steps' times over their bytes")
     parser.add_argument("--debug", action="store_true", help="stop at the first error")
-    parser.add_argument("--check", action="store_true", help="compare bfloat16 with float32 tokens instead")
-    parser.add_argument("--steps", type=int, default=1000, help="of --check")
     args = parser.parse_args()
-    if args.check:
-        return check(args)
     bench = Bench(args)
     bench.run("compress_c4", compress_c4)
     bench.run("index_topk", index_topk)
     for name in STEPS:
         bench.run(f"step_all_layers_{name}", lambda bench, name=name: step_all_layers(bench, name))
     report(bench.rows, as_json=args.json, output=args.output, failed=bench.failed)
-    if args.plot:
-        plot(bench.rows, args.plot)
     return 1 if bench.failed else 0
 
 

@@ -14,10 +14,12 @@ os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"  # every array its own al
 os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer="
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dsv4kv_jax import ModelConfig, kernels
 from dsv4kv_jax.groups import group_layers
+from dsv4kv_jax.indexer import fold_query
 from dsv4kv_jax.kernels.step import StepIndex, step_indices
 from dsv4kv_jax.layout import PackedLayout, PageLayout
 from dsv4kv_jax.specs import layer_specs
@@ -28,7 +30,7 @@ MOSAIC: Any = {"implementation": "mosaic_gpu"}
 START = time.monotonic()
 
 
-def ints(values: list[int]) -> np.ndarray:
+def ints(values: Any) -> np.ndarray:
     return np.array(values, np.int32)
 
 
@@ -85,6 +87,40 @@ def indices() -> None:
     run("combine_topk_swa", lambda *args: kernels.combine_topk_swa(*args, **geometry, **MOSAIC), *combine)
 
 
+def compressor_and_indexer(layout: PackedLayout) -> None:
+    rng = np.random.default_rng(0)
+    page, keys = layout.page("model.layers.0.attn.compressor.state_cache"), "model.layers.0.attn.indexer.k_cache"
+    slab = np.zeros(layout.buffers[0].shape(NUM_BLOCKS), np.uint32)
+    table, positions = ints([[1, 2, -1, 5]]), ints([3, 6, 7])
+    width = page.spec.head_size // 2
+    parts = [rng.standard_normal(shape, np.float32) for shape in ((3, width), (3, width), (4, width))]
+    rows = kernels.StateRows(*parts, positions)
+    run(
+        "insert_rows, states",
+        lambda slab, rows: kernels.insert_rows(slab, page, ints([4, -1, 11]), rows, **MOSAIC),
+        slab,
+        rows,
+    )
+    windows = kernels.StateWindows(page, table, ints([0, 0, -1]), ints([3, 7, -1]), 4, np.int32(2))
+    run("window_means", lambda slab: kernels.window_means(slab, [windows], **MOSAIC), slab)
+    q = rng.standard_normal((3, 64, 128), np.float32).astype(jnp.bfloat16)
+    weights, cos_sin = rng.standard_normal((3, 64), np.float32), rng.standard_normal((3, 64), np.float32)
+    codes, weights = run("fold_query", lambda *args: fold_query(*args, **MOSAIC), q, weights, cos_sin)
+    scores = run(
+        "index_scores",
+        lambda slab, *args: kernels.index_scores(slab, layout.page(keys), *args, **MOSAIC),
+        slab,
+        ints([[1, 2, -1], [2, 9, 1]]),
+        ints([0, 1, 3]),
+        codes,
+        weights,
+        ints([100, 0, 192]),
+    )
+    run("top_k_indices", lambda *args: kernels.top_k_indices(*args, 37, **MOSAIC), scores, ints([100, 0, 192]))
+    long = rng.standard_normal((2, 20_001), np.float32)
+    run("top_k_indices, rounds", lambda *args: kernels.top_k_indices(*args, 512, **MOSAIC), long, ints([20_001, 9000]))
+
+
 def main() -> None:
     print(f"{time.monotonic() - START:6.1f} s  {jax.devices()[0].device_kind}", flush=True)
     mla = PackedLayout.from_groups(group_layers(layer_specs(CONFIG, "fp8_ds_mla", indexer="mxfp4")))
@@ -95,6 +131,7 @@ def main() -> None:
     rows_and_blocks(mla, "model.layers.0.attn.indexer.k_cache")
     rows_and_blocks(plain, "model.layers.1.attn")
     rows_and_blocks(plain, "model.layers.0.attn.indexer.k_cache")
+    compressor_and_indexer(plain)
     print("done")
 
 

@@ -24,6 +24,7 @@ from dsv4kv_jax.kernels.mosaic_lanes import iota, lane_load, lane_store, per_row
 from dsv4kv_jax.kernels.mosaic_pages import PER_ROW, ROWS, Rows
 from dsv4kv_jax.kernels.rows import StateRows
 from dsv4kv_jax.layout import PageLayout
+from dsv4kv_jax.specs import cdiv
 
 plgpu: Any = mosaic_gpu  # whose types differ between JAX versions
 
@@ -108,7 +109,7 @@ class _Span(NamedTuple):
 
     @property
     def num_programs(self) -> int:
-        return -(-(self.end - self.start) // ROWS) * self.encoder.parts
+        return cdiv(self.end - self.start, ROWS) * self.encoder.parts
 
 
 def _insert_body(*refs: Any, spans: Sequence[_Span], unique_slots: bool) -> None:
@@ -179,7 +180,7 @@ def _is_overwritten(slots: Any, mine: jax.Array, base: Any, end: int) -> jax.Arr
     # Only the first chunk or two hold rows that are not later than all of the program's: the rest, which is most of the
     # work, is one difference and one minimum a pair.
     least = mosaic_lanes.splat(1, shape, layout, jnp.uint32)
-    chunks, size = jnp.int32(-(-end // _COMPARED)), jnp.int32(_COMPARED)
+    chunks, size = jnp.int32(cdiv(end, _COMPARED)), jnp.int32(_COMPARED)
     behind = lax.div(base + (ROWS - 1), size) + 1
     least = lax.fori_loop(lax.div(base, size), behind, near, least)
     least = lax.fori_loop(behind, chunks, far, least)

@@ -18,11 +18,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from dsv4kv_jax.config import MAX_INT32, check_int
 from dsv4kv_jax.errors import PlanError
 from dsv4kv_jax.holdings import (
     Blocked,
     Schedule,
-    check_count,
     decoding_blocks,
     exact_blocks,
     peak_blocks,
@@ -99,7 +99,7 @@ class Mix:
                 f"a mix needs one weight per length; it has {len(self.lengths)} lengths and {len(self.weights)} weights"
             )
         for length in self.lengths:
-            check_count("lengths", length, 1)
+            check_int("lengths", length, at_least=1, at_most=MAX_INT32)
         if any(not (math.isfinite(weight) and weight > 0) for weight in self.weights):
             raise PlanError(
                 f"weights={list(self.weights)} must all be positive numbers; leave out lengths that do not occur"
@@ -211,7 +211,7 @@ def capacity(plan: "KVCachePlan", num_tokens: int, schedule: Schedule | None = N
 
 def check_length(plan: "KVCachePlan", num_tokens: int, schedule: Schedule) -> None:
     """Refuses lengths that no request of the plan can have; see `capacity`."""
-    check_count("num_tokens", num_tokens, 1)
+    check_int("num_tokens", num_tokens, at_least=1, at_most=MAX_INT32)
     if not plan.groups:
         raise PlanError(
             f"the plan of {plan.model!r} has no caches, so requests cost nothing; there is no capacity to report"
@@ -249,7 +249,7 @@ def longest_context(plan: "KVCachePlan", num_requests: int, schedule: Schedule |
     Raises:
       PlanError: see `capacity`; or `num_requests` is no positive integer.
     """
-    check_count("num_requests", num_requests, 1)
+    check_int("num_requests", num_requests, at_least=1, at_most=MAX_INT32)
     limit = plan.max_model_len or LONGEST_CONTEXT
     return _largest(lambda n: capacity(plan, n, schedule).num_requests >= num_requests, limit)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from dsv4kv_jax.config import MAX_INT32
+from dsv4kv_jax.config import MAX_INT32, check_int
 from dsv4kv_jax.errors import PlanError
 from dsv4kv_jax.specs import cdiv
 
@@ -54,12 +54,12 @@ class Schedule:
     reserve_full_sequence: bool = True
 
     def __post_init__(self) -> None:
-        check_count("chunk_tokens", self.chunk_tokens, 1)
-        check_count("in_flight_tokens", self.in_flight_tokens, 1)
-        check_count("steps_in_flight", self.steps_in_flight, 1)
-        check_count("lookahead_tokens", self.lookahead_tokens, 0)
+        check_int("chunk_tokens", self.chunk_tokens, at_least=1, at_most=MAX_INT32)
+        check_int("in_flight_tokens", self.in_flight_tokens, at_least=1, at_most=MAX_INT32)
+        check_int("steps_in_flight", self.steps_in_flight, at_least=1, at_most=MAX_INT32)
+        check_int("lookahead_tokens", self.lookahead_tokens, at_least=0, at_most=MAX_INT32)
         if self.max_model_len is not None:
-            check_count("max_model_len", self.max_model_len, 1)
+            check_int("max_model_len", self.max_model_len, at_least=1, at_most=MAX_INT32)
         if self.chunk_tokens * self.steps_in_flight > self.in_flight_tokens:
             raise PlanError(
                 f"chunk_tokens={self.chunk_tokens} in each of steps_in_flight={self.steps_in_flight} are more than "
@@ -181,11 +181,3 @@ def _fullest(steps: list[np.ndarray]) -> tuple[int, ...]:
     """The groups' blocks at the step where their sum is largest."""
     held = np.stack(steps)
     return tuple(int(count) for count in held[:, np.argmax(held.sum(axis=0))])
-
-
-def check_count(field: str, value: int, at_least: int) -> None:
-    """Refuses what is no integer of at least `at_least`, or more tokens than int32 positions can count."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise PlanError(f"{field}={value!r} must be an integer of at least {at_least}")
-    if value > MAX_INT32:
-        raise PlanError(f"{field}={value!r} is too large; at most {MAX_INT32} are supported")

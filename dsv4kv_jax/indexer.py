@@ -61,14 +61,8 @@ def fold_query(
     Raises:
       ValueError: an implementation that cannot take these arguments.
     """
-    if kernel := mosaic_kernel("fold_query", implementation):
-        from dsv4kv_jax.kernels import mosaic_fold_query  # Pallas takes a second to import
-
-        reason = mosaic_fold_query.why_not(q, cos_sin, use_hadamard)
-        if reason is None:
-            return kernel(q, weights, cos_sin)
-        if implementation is not None:
-            raise ValueError(f"implementation={implementation!r}: {reason}; use 'xla' or None")
+    if kernel := mosaic_kernel("fold_query", implementation, given=(q, cos_sin, use_hadamard)):
+        return kernel(q, weights, cos_sin)
     _, heads, dim = q.shape
     q = rotate(q.astype(jnp.float32), cos_sin[:, None])
     if use_hadamard:

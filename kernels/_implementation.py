@@ -62,19 +62,27 @@ def choose(implementation: str | None, op: str) -> Implementation:
     return "mosaic_gpu"
 
 
-def mosaic_kernel(op: str, implementation: str | None, *pages: PageLayout) -> Callable[..., Any] | None:
+def mosaic_kernel(
+    op: str, implementation: str | None, *pages: PageLayout, given: tuple[Any, ...] | None = None
+) -> Callable[..., Any] | None:
     """The Mosaic GPU kernel of `op` where that is the implementation that runs, else None. Raises as `choose` does.
 
-    For `pages` that the row kernels cannot take, the default is None, too, and a name is refused.
+    For `pages` that the row kernels cannot take, and for arguments `given` for which `why_not` of the kernel's module
+    has a reason, the default is None, too, and a name is refused.
 
     Pallas takes a second to import, so its modules are imported here, when the first kernel is asked for.
     """
     if choose(implementation, op) == "xla":
         return None
+    module = importlib.import_module(f"dsv4kv_jax.kernels.{MOSAIC_MODULES[op]}")
+    reasons: list[str | None] = []
     if pages:
         mosaic_pages = importlib.import_module("dsv4kv_jax.kernels.mosaic_pages")
-        if reason := next(filter(None, map(mosaic_pages.why_not, pages)), None):
-            if implementation is None:
-                return None
-            raise ValueError(f"implementation={implementation!r}: {reason}; use 'xla' or None")
-    return getattr(importlib.import_module(f"dsv4kv_jax.kernels.{MOSAIC_MODULES[op]}"), op)
+        reasons += map(mosaic_pages.why_not, pages)
+    if given is not None:
+        reasons.append(module.why_not(*given))
+    if reason := next(filter(None, reasons), None):
+        if implementation is None:
+            return None
+        raise ValueError(f"implementation={implementation!r}: {reason}; use 'xla' or None")
+    return getattr(module, op)

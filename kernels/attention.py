@@ -12,9 +12,9 @@ The sink takes part in the denominator only, and not in `lse`. Source: DeepSeek-
 import jax
 import jax.numpy as jnp
 
-from dsv4kv_jax.kernels import _compat, _implementation
 from dsv4kv_jax.kernels._chunks import map_chunks
 from dsv4kv_jax.kernels._dots import einsum_f32
+from dsv4kv_jax.kernels._implementation import Implementation, mosaic_kernel
 from dsv4kv_jax.kernels.rows import gather_rows
 from dsv4kv_jax.layout import PageLayout
 
@@ -35,7 +35,7 @@ def sparse_attention(
     sink: jax.Array | None = None,
     scale: float = 512**-0.5,
     kv_scale: float = 1.0,
-    implementation: _implementation.Implementation | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attends from each query token to its window rows and, where given, its compressed rows.
 
@@ -73,9 +73,7 @@ def sparse_attention(
         raise ValueError("give compressed_page, compressed_indices and compressed_lens together, or none of them")
     for name, (_, page, indices, lens) in zip(("swa", "compressed"), parts, strict=False):
         _check(q, sink, indices, lens, name, page.format.num_values)
-    if implementation is None:
-        implementation = _fastest(q, [part[1] for part in parts])
-    if kernel := _implementation.mosaic_kernel("sparse_attention", implementation):
+    if kernel := mosaic_kernel("sparse_attention", implementation, given=(q, [part[1] for part in parts])):
         return kernel(q, slab, swa_page, swa_indices, swa_lens, *compressed, compressed_slab, sink=sink, scale=scale)
 
     def attend(q: jax.Array, *lists: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -89,15 +87,6 @@ def sparse_attention(
 
     lists = tuple(array for part in parts for array in part[2:])
     return map_chunks(attend, (q, *lists), _tokens_at_once(q, sum(part[2].shape[1] for part in parts)))
-
-
-def _fastest(q: jax.Array, pages: list[PageLayout]) -> _implementation.Implementation:
-    """The fused kernel on a Hopper GPU wherever it can do the call, else XLA; times in `docs/attention.md`."""
-    if _compat.why_no_mosaic() or not _compat.is_hopper():
-        return "xla"
-    from dsv4kv_jax.kernels import mosaic_attention  # Pallas takes a second to import
-
-    return "xla" if mosaic_attention.why_not(q, pages) else "mosaic_gpu"
 
 
 def workspace_attention(

@@ -5,9 +5,6 @@
 Source: DeepSeek-V4's "lightning indexer", as DeepGEMM's `fp8_paged_mqa_logits` computes it for vLLM.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -75,22 +72,8 @@ def index_scores(
     num_keys = block_table.shape[1] * page.storage_block_size
     if not (num_requests and num_tokens and heads and num_keys):
         return jnp.zeros((num_tokens, num_keys), jnp.float32)
-    score = _mosaic(implementation, page, heads) or _xla
+    score = mosaic_kernel("index_scores", implementation, page, given=(page, heads)) or _xla
     return score(slab, page, block_table, query_start_loc, codes, weights, visible)
-
-
-def _mosaic(implementation: Implementation | None, page: PageLayout, heads: int) -> Callable[..., Any] | None:
-    """The fused kernel where it runs, as `mosaic_kernel` says, and takes these arguments."""
-    kernel = mosaic_kernel("index_scores", implementation, page)
-    if kernel is None:
-        return None
-    from dsv4kv_jax.kernels import mosaic_index_scores  # Pallas takes a second to import
-
-    if reason := mosaic_index_scores.why_not(page, heads):
-        if implementation is None:
-            return None
-        raise ValueError(f"implementation={implementation!r}: {reason}; use 'xla' or None")
-    return kernel
 
 
 def _xla(

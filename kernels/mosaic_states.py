@@ -175,9 +175,8 @@ def _mean(
     def across(per_unit: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(per_unit, tile[:2], (1,))
 
-    token = iota(tile[:2], 0, layouts.units_of_tokens) - (
-        job.tokens - of.window
-    )  # within the window; negative ahead of it
+    # Within the window; negative ahead of it.
+    token = iota(tile[:2], 0, layouts.units_of_tokens) - (job.tokens - of.window)
     index = across(position) + (token - (of.window - 1))
     size = jnp.int32(of.block_size)
     index = jnp.where(token < 0, -1, index)

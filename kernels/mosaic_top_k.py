@@ -34,6 +34,7 @@ from dsv4kv_jax.kernels.mosaic_top_k_lanes import (
 from dsv4kv_jax.specs import cdiv, round_up
 
 _I32, _U32 = jnp.int32, jnp.uint32
+_MOST = 8192  # entries that are picked of a row
 _VECTOR = 4  # most scores of one load
 _NO_KEY = 0xFFFFFFFF
 
@@ -93,6 +94,11 @@ class _Round:
     def vector(self) -> int:
         """Neighbouring entries of a lane: as many as may be loaded at a time, whatever the row."""
         return math.gcd(self.width, _VECTOR)
+
+
+def why_not(top_k: int) -> str | None:
+    """Why the kernel cannot take these arguments, or None if it can."""
+    return f"top_k={top_k} is more than the {_MOST} that the kernel picks" if top_k > _MOST else None
 
 
 def top_k_indices(scores: jax.Array, visible: jax.Array, top_k: int, *, tuning: Tuning | None = None) -> jax.Array:

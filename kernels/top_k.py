@@ -9,8 +9,6 @@ import numpy as np
 from dsv4kv_jax.kernels._arguments import as_int32, check_count
 from dsv4kv_jax.kernels._implementation import mosaic_kernel
 
-MOST_OF_THE_KERNEL = 8192  # entries that the Mosaic GPU kernel picks of a row
-
 
 def top_k_indices(scores: Any, visible: Any, top_k: int, *, implementation: str | None = None) -> jax.Array:
     """The indices of the `top_k` largest of the first `visible` scores of each row, exactly.
@@ -39,14 +37,7 @@ def top_k_indices(scores: Any, visible: Any, top_k: int, *, implementation: str 
     *batch, num_scores = scores.shape
     if visible.shape != tuple(batch):
         raise ValueError(f"visible has shape {visible.shape}; scores of shape {scores.shape} need {tuple(batch)}")
-    kernel = mosaic_kernel("top_k_indices", implementation)
-    if kernel and top_k > MOST_OF_THE_KERNEL:
-        if implementation is not None:
-            raise ValueError(
-                f"implementation={implementation!r}: top_k={top_k} is more than the {MOST_OF_THE_KERNEL} that the "
-                f"kernel picks; use 'xla' or None"
-            )
-        kernel = None
+    kernel = mosaic_kernel("top_k_indices", implementation, given=(top_k,))
     picked = column = jnp.arange(top_k, dtype=jnp.int32)
     if num_scores > top_k > 0 and visible.size:
         if kernel:
